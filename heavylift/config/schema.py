@@ -1,0 +1,237 @@
+"""The typed configuration: parsed once, frozen, passed on as these objects.
+
+Each section is a small frozen model; the docstring under a field is its documentation (the reference in
+`docs/config.md` is generated from it). This module checks single values; what needs the file system, a tokenizer
+or a model is checked in `heavylift.config.preflight` and where the thing is opened. No torch here: a typo must be
+reported in under a second.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+class Tier(StrEnum):
+    """Where a tensor lives. `host` is CPU memory, `device` the accelerator (on a machine without one, the CPU)."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+def _tier_synonyms(value: Any) -> Any:
+    # DeepSpeed's words for the same two places: people paste them
+    return {"none": "device", "cpu": "host"}.get(value, value) if isinstance(value, str) else value
+
+
+def _no_bool(value: Any) -> Any:
+    # bool is an int in Python; `max_steps: yes` must not become 1
+    if isinstance(value, bool):
+        raise ValueError("expected a number, got a true/false value")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_no_bool)]
+Float = Annotated[float, BeforeValidator(_no_bool)]
+
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_size(text: str) -> int:
+    """Bytes in `text`, a number with KB, MB, GB or TB (decimal units). Raises ValueError."""
+    number, unit = text.strip()[:-2], text.strip()[-2:].upper()
+    try:
+        size = int(float(number) * _UNITS[unit])
+    except (KeyError, ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise ValueError(f"expected a size such as 500MB or 5GB, got {text!r}")
+    return size
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, defaults checked too."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class ModelConfig(Section):
+    model_name_or_path: str
+    """Folder of a Hugging Face causal language model (config.json + *.safetensors) or a hub id."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`pretrained` reads the weights; `random` needs only config.json (shapes for benchmarks and tests)."""
+    tokenizer_name_or_path: str | None = None
+    """Folder or hub id of the tokenizer; default: the model's own."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Dtype of the parameters in forward and backward. `auto`: bfloat16 on a GPU, float32 on a CPU.
+    Masters and moments are float32 always."""
+    attn_implementation: Literal["auto", "sdpa", "eager"] = "auto"
+    """Attention code of transformers. `auto`: sdpa (cuDNN or flash kernels on a GPU)."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off unless you ask for it."""
+    freeze: tuple[str, ...] = ()
+    """Glob patterns of parameter names that are not trained, e.g. `model.embed_tokens.*`."""
+
+
+class DataConfig(Section):
+    dataset: str | tuple[str, ...] | None = None
+    """JSON-lines file, or a list of them. Not used with `format: random`."""
+    format: Literal["auto", "messages", "alpaca", "random"] = "auto"
+    """`messages`: {"messages": [{"role", "content"}]}; `alpaca`: instruction/input/output[/system];
+    `auto` looks at each row; `random`: token ids drawn at random, for benchmarks (every token is trained)."""
+    chat_template: str | None = None
+    """Path of a Jinja chat template; default: the tokenizer's own."""
+    cutoff_len: Annotated[Int, Field(ge=2)] | None = None
+    """Longest sample in tokens; default: what the model allows. With `format: random` the length of every sample."""
+    overlong: Literal["error", "drop", "truncate"] = "error"
+    """What to do with a sample longer than `cutoff_len`."""
+    train_on_inputs: bool = False
+    """Train on the prompt too. Default: on the assistant's tokens only."""
+    val_size: Annotated[Float, Field(ge=0)] = 0.0
+    """Held-out share for evaluation: below 1 a fraction of the samples, from 1 up a number of samples."""
+    num_samples: Annotated[Int, Field(ge=1)] | None = None
+    """With `format: random`: how many samples to draw; else: use only the first N samples."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The data files as a tuple, empty for `format: random`."""
+        if self.dataset is None:
+            return ()
+        return (self.dataset,) if isinstance(self.dataset, str) else self.dataset
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.format == "random":
+            if self.dataset is not None:
+                raise ValueError("format: random draws its own tokens; remove `dataset` or choose another format")
+            if self.cutoff_len is None or self.num_samples is None:
+                raise ValueError("format: random needs `cutoff_len` and `num_samples`")
+        elif not self.files:
+            raise ValueError("`dataset` is missing: give a JSON-lines file, or `format: random`")
+        if 1 < self.val_size and self.val_size != int(self.val_size):
+            raise ValueError(f"val_size is a share below 1 or a whole number of samples, got {self.val_size}")
+        return self
+
+
+class TrainConfig(Section):
+    output_dir: str
+    """Run folder: model/, metrics.jsonl, loss.png, config.yaml. Must not exist unless `overwrite_output_dir`."""
+    overwrite_output_dir: bool = False
+    """Replace an existing run folder."""
+    seed: Int = 42
+    """Seed of data order, random weights and random data."""
+    per_device_train_batch_size: Annotated[Int, Field(ge=1)] = 1
+    """Samples per process in one forward and backward (the micro-batch)."""
+    per_device_eval_batch_size: Annotated[Int, Field(ge=1)] | None = None
+    """The same for evaluation; default: as in training."""
+    gradient_accumulation_steps: Annotated[Int, Field(ge=1)] = 1
+    """Micro-batches per optimizer step. Gradients add up in float32."""
+    num_train_epochs: Annotated[Float, Field(gt=0)] = 1.0
+    """Passes over the data; `max_steps` wins where both are given."""
+    max_steps: Annotated[Int, Field(ge=1)] | None = None
+    """Number of optimizer steps."""
+    learning_rate: Annotated[Float, Field(ge=0)] = 1e-5
+    """Peak learning rate."""
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape after warm-up; `wsd`: constant, then linear decay over the last `wsd_decay_ratio` of the steps."""
+    warmup_ratio: Annotated[Float, Field(ge=0, le=1)] = 0.0
+    """Share of the steps with linearly rising learning rate; excludes `warmup_steps`."""
+    warmup_steps: Annotated[Int, Field(ge=0)] = 0
+    """Number of such steps."""
+    min_lr_ratio: Annotated[Float, Field(ge=0, le=1)] = 0.0
+    """Lowest learning rate of cosine, linear and wsd, as a share of the peak."""
+    wsd_decay_ratio: Annotated[Float, Field(ge=0, le=1)] = 0.1
+    """Share of all steps that `wsd` decays over."""
+    weight_decay: Annotated[Float, Field(ge=0)] = 0.0
+    """AdamW's decoupled decay; not applied to parameters with fewer than two dimensions (norms, biases)."""
+    adam_beta1: Annotated[Float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Annotated[Float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the second moment."""
+    adam_epsilon: Annotated[Float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    max_grad_norm: Annotated[Float, Field(ge=0)] = 1.0
+    """Clip the global gradient norm to this; 0 turns clipping off."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward instead of keeping its activations (non-reentrant)."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile each decoder layer. `auto`: on a GPU."""
+    logging_steps: Annotated[Int, Field(ge=1)] = 1
+    """Print a step line every N steps (metrics.jsonl has every step)."""
+    eval_steps: Annotated[Int, Field(ge=1)] | None = None
+    """Evaluate on the held-out share every N steps; it is evaluated before the first and after the last step too."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.warmup_ratio and self.warmup_steps:
+            raise ValueError("give warmup_ratio or warmup_steps, not both")
+        return self
+
+
+class EngineConfig(Section):
+    zero_stage: Literal[0, 1, 2, 3] = 3
+    """What is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
+    offload_optimizer: Annotated[Tier, BeforeValidator(_tier_synonyms)] = Tier.DEVICE
+    """Where the optimizer states live: `device` or `host` (DeepSpeed's `none` and `cpu` are understood)."""
+    ratio: Annotated[Float, Field(ge=0, le=1)] = 1.0
+    """With `offload_optimizer: host`: share of the optimizer states that goes to the host, to the byte."""
+    cpu_threads: Annotated[Int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Threads per process of the CPU optimizer step. `auto`: the allowed cores over the processes of this machine."""
+    native_kernel: bool = True
+    """Use the compiled CPU kernel; false takes its plain PyTorch twin (slower, the same bits)."""
+
+
+class EvalConfig(Section):
+    sample_prompt: str | None = None
+    """A question that the model answers before and after training (small models: one copy is loaded whole)."""
+    sample_max_new_tokens: Annotated[Int, Field(ge=1)] = 64
+    """Length limit of that answer."""
+
+
+class ExportConfig(Section):
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Dtype of the saved weights."""
+    max_shard_size: str = "5GB"
+    """Largest safetensors file, e.g. 500MB, 5GB (decimal units)."""
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """`max_shard_size` in bytes."""
+        return parse_size(self.max_shard_size)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        parse_size(self.max_shard_size)
+        return self
+
+
+class LaunchConfig(Section):
+    nproc: Annotated[Int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Processes on this machine. `auto`: one per visible GPU; without a GPU 2 (1 on a single core)."""
+
+
+class Recipe(Section):
+    """One run, whole: what `heavylift train` takes and writes back resolved to `config.yaml`."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    engine: EngineConfig = EngineConfig()
+    eval: EvalConfig = EvalConfig()
+    export: ExportConfig = ExportConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+    @property
+    def output_dir(self) -> Path:
+        """The run folder as a path."""
+        return Path(self.train.output_dir)
