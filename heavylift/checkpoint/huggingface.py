@@ -1,0 +1,176 @@
+"""Writing a Hugging Face folder from a sharded model, tensor by tensor.
+
+Every tensor is gathered, cast and written before the next one is touched, so no rank ever holds the model, nor a whole
+file of it. The safetensors format (8 bytes header length, JSON header, raw data) is written here because its library
+only saves what is whole in memory. The folder gets its final name when it is complete.
+
+Left out: renaming or splitting merged expert weights; LoRA adapters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from heavylift.errors import UserError
+from heavylift.models.load import DTYPES, iterate_whole, persistent_buffers, unique_parameters
+
+_SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
+                       torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL", torch.uint8: "U8"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One safetensors file to write: its name, its tensors in order, the rank that writes it."""
+
+    name: str
+    tensors: tuple[tuple[str, torch.Tensor], ...]
+    writer_rank: int
+
+
+def plan_files(
+    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, max_bytes: int, world_size: int
+) -> list[ShardFile]:
+    """Splits tensors, in order, into files of at most `max_bytes` (a larger tensor gets a file of its own)."""
+    files: list[list[tuple[str, torch.Tensor]]] = []
+    size = math.inf
+    for name, tensor in tensors:
+        tensor_bytes = tensor.numel() * _saved_dtype(tensor, dtype).itemsize
+        if size + tensor_bytes > max_bytes:
+            files.append([])
+            size = 0
+        files[-1].append((name, tensor))
+        size += tensor_bytes
+    if len(files) == 1:
+        return [ShardFile("model.safetensors", tuple(files[0]), 0)]
+    return [
+        ShardFile(f"model-{i + 1:05d}-of-{len(files):05d}.safetensors", tuple(content), i % world_size)
+        for i, content in enumerate(files)
+    ]
+
+
+def save_model(
+    model: nn.Module, folder: Path, *, hf_config: Any, tokenizer: Any | None, dtype: str, max_shard_bytes: int
+) -> None:
+    """Writes `model` as a Hugging Face folder. A collective: all ranks call it; the folder is shared by the ranks.
+
+    Tied weights are written once, under their first name. `folder` must not exist; while it is being written it has
+    the name `folder + ".partial"`, which is removed when anything fails. Raises UserError when a file cannot be
+    written (disk full, no permission), on every rank.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    partial = folder.with_name(folder.name + ".partial")
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    tensors = {**unique_parameters(model), **persistent_buffers(model)}
+    files = plan_files(tensors.items(), DTYPES[dtype], max_shard_bytes, world_size)
+    try:
+        _together(lambda: partial.mkdir(parents=True), rank == 0)
+        for file in files:
+            _write_file(partial, file, DTYPES[dtype], rank)
+        _together(lambda: _write_small_files(partial, files, tensors, hf_config, tokenizer, dtype), rank == 0)
+        _together(lambda: partial.rename(folder), rank == 0)
+    except UserError:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_file(folder: Path, file: ShardFile, dtype: torch.dtype, rank: int) -> None:
+    """Gathers and writes the tensors of one file; a failed write is told to all ranks after the file."""
+    writes = rank == file.writer_rank
+    stream: IO[bytes] | None = None
+    error: OSError | None = None
+    try:
+        if writes:
+            stream = open(folder / file.name, "wb")  # noqa: SIM115 (closed below, also when a gather fails)
+            stream.write(_header(file.tensors, dtype))
+    except OSError as caught:
+        error = caught
+    # the gathers are collectives: a rank that cannot write goes on gathering and tells the others afterwards
+    for _, tensor in iterate_whole(iter(file.tensors), dtype):
+        if writes and error is None and stream is not None:
+            try:
+                stream.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+            except OSError as caught:
+                error = caught
+    try:
+        if stream is not None:
+            stream.close()
+    except OSError as caught:
+        error = error or caught
+    _raise_together(error)
+
+
+def _header(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors:
+        saved = _saved_dtype(tensor, dtype)
+        end = offset + tensor.numel() * saved.itemsize
+        entries[name] = {
+            "dtype": _SAFETENSORS_DTYPES[saved],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _saved_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def _write_small_files(
+    folder: Path,
+    files: list[ShardFile],
+    tensors: dict[str, torch.Tensor],
+    hf_config: Any,
+    tokenizer: Any | None,
+    dtype: str,
+) -> None:
+    """config.json, generation_config.json, tokenizer and, with several weight files, their index."""
+    if len(files) > 1:
+        total = sum(t.numel() * _saved_dtype(t, DTYPES[dtype]).itemsize for t in tensors.values())
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: file.name for file in files for name, _ in file.tensors},
+        }
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    saved_config = type(hf_config).from_dict(hf_config.to_dict())
+    saved_config.dtype = DTYPES[dtype]
+    saved_config.use_cache = True
+    saved_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _together(action: Any, acts: bool) -> None:
+    """Runs `action` on the rank that acts; an OSError there is raised as UserError on every rank."""
+    error: OSError | None = None
+    if acts:
+        try:
+            action()
+        except OSError as caught:
+            error = caught
+    _raise_together(error)
+
+
+def _raise_together(error: OSError | None) -> None:
+    reason = None if error is None else f"{error.filename or 'model folder'}: cannot be written: {error.strerror}"
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    first = next((r for r in reasons if r is not None), None)
+    if first is not None:
+        raise UserError(f"{first}; free the disk or choose another train.output_dir (nothing was left behind)")

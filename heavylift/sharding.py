@@ -1,0 +1,120 @@
+"""ZeRO stages on PyTorch's FSDP2: what is sharded. (Where it lives is the optimizer's business: `offload`.)
+
+| stage | parameters between forward and backward | gradients between micro-batches | optimizer states |
+|---|---|---|---|
+| 3 | sharded | sharded (reduced every micro-batch) | sharded |
+| 2 | whole | sharded (reduced every micro-batch) | sharded |
+| 1 | whole | whole (reduced once, after the last micro-batch) | sharded |
+| 0 | whole | whole (reduced once) | whole on every rank |
+
+A *group* is what FSDP2 gathers together: one decoder layer; the embedding; the head; what is left at the root. Tied
+weights must stay in one group (torch 2.13 raises, 2.11 silently unties them), so a tied embedding stays at the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+@dataclass(frozen=True)
+class GatherGroup:
+    """The parameters that FSDP2 gathers together, in the order in which the model owns them."""
+
+    name: str
+    module: FSDPModule
+    params: tuple[tuple[str, nn.Parameter], ...]
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model under `fully_shard`, with our own list of its groups in forward order."""
+
+    module: nn.Module
+    groups: tuple[GatherGroup, ...]
+    stage: int
+    mesh: DeviceMesh
+
+    def fsdp_modules(self) -> Iterator[FSDPModule]:
+        """The modules that `fully_shard` was called on."""
+        return (group.module for group in self.groups)
+
+    def set_last_micro_batch(self, is_last: bool) -> None:
+        """Stages 0 and 1 reduce gradients and reshard parameters in the last micro-batch of a step only."""
+        if self.stage > 1:
+            return
+        root = self.groups[-1].module
+        root.set_requires_gradient_sync(is_last)
+        root.set_reshard_after_backward(is_last)
+
+
+def make_mesh(stage: int, device_type: str) -> DeviceMesh:
+    """The mesh of all ranks: 1-D for stages 1 to 3; for stage 0 world x 1, so that nothing is sharded.
+
+    `fully_shard` on a 2-D mesh replicates over the first dimension and shards over the second.
+    """
+    world_size = dist.get_world_size()
+    if stage == 0:
+        return init_device_mesh(device_type, (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+
+
+def shard_model(model: nn.Module, stage: int, mesh: DeviceMesh) -> ShardedModel:
+    """Applies `fully_shard` group by group. Parameters may still be on the meta device.
+
+    Gradients are summed over ranks in float32, not averaged: the loss is already divided by the number of trained
+    tokens of the whole step.
+    """
+    assert stage in (0, 1, 2, 3), f"{stage=}"
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    names = {module: name for name, module in model.named_modules()}
+    modules = [*_layers(model), *_separate_ends(model)]
+    groups: list[GatherGroup] = []
+    owned: set[nn.Parameter] = set()
+    for module in [*modules, model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=stage == 3 and module is not model)
+        assert isinstance(module, FSDPModule)
+        # a plain sum on every back end: with a factor, NCCL multiplies before adding, and gloo has no average
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        prefix = names[module] + "." if names[module] else ""
+        params = tuple((prefix + name, p) for name, p in module.named_parameters() if p not in owned)
+        owned.update(p for _, p in params)
+        groups.append(GatherGroup(names[module] or "root", module, params))
+    return ShardedModel(model, _in_forward_order(groups), stage, mesh)
+
+
+def _in_forward_order(groups: list[GatherGroup]) -> tuple[GatherGroup, ...]:
+    """Embedding first, the root last; layers keep their order. (The root also owns the final norm.)"""
+    embedding = [g for g in groups if isinstance(g.module, nn.Embedding)]
+    return (*embedding, *(g for g in groups if g not in embedding))
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: those that Hugging Face says must not be split, else the largest `ModuleList`."""
+    no_split = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
+    chosen = [m for m in lists if all(type(block).__name__ in no_split for block in m)]
+    if not chosen and lists:
+        chosen = [max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))]
+    return [block for blocks in chosen for block in blocks if next(block.parameters(), None) is not None]
+
+
+def _separate_ends(model: nn.Module) -> list[nn.Module]:
+    """Embedding and head as groups of their own, unless they share a weight with each other or anything else."""
+    ends = []
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        end = getattr(model, getter, lambda: None)()
+        if isinstance(end, nn.Module):
+            ends.append(end)
+    uses: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            uses[param] = uses.get(param, 0) + 1
+    return [end for end in ends if all(uses[p] == 1 for p in end.parameters())]
