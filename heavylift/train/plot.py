@@ -48,8 +48,8 @@ def _draw(axes: Axes, metrics: RunMetrics) -> None:
     steps = np.array([record.step for record in metrics.steps], dtype=np.int64)
     losses = np.array([record.loss for record in metrics.steps], dtype=np.float64)
     long = len(steps) >= _SMOOTH_FROM_STEPS
-    # a marker on each step keeps single points, and points between two gaps, visible
-    marker = None if long and np.isfinite(losses).all() else "."
+    # a marker on each step keeps a single point, and points between two gaps, visible; in long runs they would blur
+    marker = None if long else "."
     if len(steps):
         axes.plot(steps, losses, color="tab:blue", alpha=0.35 if long else 1.0, marker=marker, label="train")
     if long:
@@ -59,8 +59,8 @@ def _draw(axes: Axes, metrics: RunMetrics) -> None:
         eval_steps = [record.step for record in metrics.evals]
         eval_losses = [record.eval_loss for record in metrics.evals]
         axes.plot(eval_steps, eval_losses, color="tab:orange", marker="o", label="eval")
-    axes.set(xlabel="step", ylabel="loss", title="loss")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel="step", ylabel="loss")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(alpha=0.3)
     if len(steps) or metrics.evals:
         axes.legend()
