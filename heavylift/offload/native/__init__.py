@@ -1,0 +1,219 @@
+"""The compiled CPU kernel, called through ctypes (which releases the GIL while it runs).
+
+`load()` finds `_adamw.so` beside this file, or where an editable install put it, and returns None when there is none:
+then `heavylift.offload.adamw.adamw_step_` does the same work with the same bits. Tensors are checked by asserts here,
+because behind this line there are only pointers. Left out: choosing threads and CPUs, which is the caller's business.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import weakref
+from collections.abc import Sequence
+from ctypes import CDLL, POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
+from dataclasses import astuple
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from heavylift.offload.adamw import AdamWHyper, check_step_tensors
+
+LIBRARY_NAME = "_adamw.so"
+
+_log = logging.getLogger(__name__)
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "hl_isa": (c_char_p, []),
+    "hl_set_isa": (c_int, [c_char_p]),
+    "hl_isa_name": (c_char_p, [c_int]),
+    "hl_pool_create": (c_void_p, [c_int, POINTER(c_int)]),
+    "hl_pool_destroy": (None, [c_void_p]),
+    "hl_pool_num_threads": (c_int, [c_void_p]),
+    "hl_adamw_step": (
+        None,
+        [c_void_p] * 5 + [c_int, c_void_p, c_int, c_int64] + [c_float] * 8 + [c_int],
+    ),
+    "hl_accumulate": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int64]),
+    "hl_sum_squares": (c_double, [c_void_p, c_void_p, c_int, c_int64]),
+    "hl_bandwidth_probe": (None, [c_void_p] * 6 + [c_int64]),
+}
+
+
+class ThreadPool:
+    """Threads of the native kernel, each pinned to one CPU. Get one from `NativeKernel.pool`.
+
+    They sleep between calls and do not depend on OMP_NUM_THREADS. Calls from several Python threads run one after
+    the other. In a forked child, which has no such threads, calls compute on the calling thread.
+    """
+
+    def __init__(self, library: CDLL, num_threads: int, cpu_ids: Sequence[int] | None) -> None:
+        assert num_threads >= 1, f"a pool needs at least one thread, got {num_threads}"
+        assert cpu_ids is None or len(cpu_ids) == num_threads, f"{num_threads} threads, but CPUs {cpu_ids}"
+        cpus = None if cpu_ids is None else (c_int * num_threads)(*cpu_ids)
+        handle = library.hl_pool_create(num_threads, cpus)
+        if not handle:
+            raise OSError(f"could not start {num_threads} threads on CPUs {cpu_ids or 'any'} (are they allowed here?)")
+        self._handle: int = handle
+        self.num_threads: int = library.hl_pool_num_threads(handle)
+        # also runs at interpreter exit; the C side waits for a call that another thread has in progress
+        self._finalizer = weakref.finalize(self, library.hl_pool_destroy, handle)
+
+    @property
+    def handle(self) -> int:
+        """The C handle. Raises AssertionError after `close`."""
+        assert self._finalizer.alive, "this thread pool is closed"
+        return self._handle
+
+    def close(self) -> None:
+        """Wait for the call in progress and end the threads. A second call does nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class NativeKernel:
+    """The functions of one loaded library. Results depend neither on the pool's size nor on the instruction set."""
+
+    def __init__(self, path: Path) -> None:
+        """Load the library at `path`. Raises OSError if it does not load, AttributeError if a function is missing."""
+        self.path = path
+        self._library = CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = result, arguments
+
+    @property
+    def isa(self) -> str:
+        """Instruction set in use: avx512, avx2 or sse2 on x86-64; sve or neon on aarch64; else generic."""
+        return self._library.hl_isa().decode()
+
+    def set_isa(self, name: str) -> None:
+        """Use another instruction set, in the whole process. Raises ValueError when this CPU or build lacks it."""
+        if self._library.hl_set_isa(name.encode()) != 0:
+            raise ValueError(f"instruction set: expected one of {self.available_isas()}, got {name!r}")
+
+    def available_isas(self) -> list[str]:
+        """What `set_isa` takes on this machine, the default first."""
+        before = self.isa
+        available: list[str] = []
+        for index in itertools.count():
+            name = self._library.hl_isa_name(index)
+            if name is None:
+                break
+            if self._library.hl_set_isa(name) == 0:
+                available.append(name.decode())
+        self._library.hl_set_isa(before.encode())
+        return available
+
+    def pool(self, num_threads: int, cpu_ids: Sequence[int] | None = None) -> ThreadPool:
+        """Start threads, thread t pinned to `cpu_ids[t]` (None: not pinned). Raises OSError if that is impossible."""
+        return ThreadPool(self._library, num_threads, cpu_ids)
+
+    def adamw_step_(
+        self,
+        pool: ThreadPool,
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+        param_out: Tensor | None,
+        hyper: AdamWHyper,
+    ) -> None:
+        """`heavylift.offload.adamw.adamw_step_` bit for bit, for contiguous CPU tensors, on the threads of `pool`.
+
+        Only the payload of a NaN may differ. Raises AssertionError for tensors that do not fit or overlap.
+        """
+        check_step_tensors(master, exp_avg, exp_avg_sq, grad, param_out)
+        tensors = [master, exp_avg, exp_avg_sq, grad] + ([] if param_out is None else [param_out])
+        _check_host(*tensors)
+        _check_disjoint(*tensors)
+        self._library.hl_adamw_step(
+            pool.handle,
+            master.data_ptr(),
+            exp_avg.data_ptr(),
+            exp_avg_sq.data_ptr(),
+            grad.data_ptr(),
+            grad.dtype == torch.bfloat16,
+            None if param_out is None else param_out.data_ptr(),
+            param_out is not None and param_out.dtype == torch.bfloat16,
+            master.numel(),
+            *astuple(hyper.scalars()),
+        )
+
+    def accumulate_(self, pool: ThreadPool, acc: Tensor, grad: Tensor) -> None:
+        """acc += grad in float32. acc: float32 [n], grad: float32 or bfloat16 [n], contiguous CPU tensors."""
+        _check_host(acc, grad)
+        _check_disjoint(acc, grad)
+        assert acc.dtype == torch.float32, f"acc has dtype {acc.dtype}"
+        assert acc.numel() == grad.numel(), f"acc has {acc.numel()} elements, grad {grad.numel()}"
+        self._library.hl_accumulate(pool.handle, acc.data_ptr(), grad.data_ptr(), _is_bf16(grad), acc.numel())
+
+    def sum_squares(self, pool: ThreadPool, x: Tensor) -> float:
+        """Sum of x * x in double precision, the same bits whatever the threads; inf or nan if x has any.
+
+        x: float32 or bfloat16, contiguous CPU tensor. A finite float32 squares without overflow in double.
+        """
+        _check_host(x)
+        return self._library.hl_sum_squares(pool.handle, x.data_ptr(), _is_bf16(x), x.numel())
+
+    def bandwidth_probe(self, pool: ThreadPool, a: Tensor, b: Tensor, c: Tensor, source: Tensor, out: Tensor) -> None:
+        """Move the bytes of a step and compute next to nothing: a += source; b += source; c += source; out = source.
+
+        a, b, c: float32 [n]; source, out: bfloat16 [n]. What a step's time is compared with.
+        """
+        _check_host(a, b, c, source, out)
+        _check_disjoint(a, b, c, source, out)
+        assert (a.dtype, b.dtype, c.dtype) == (torch.float32,) * 3 and _is_bf16(source) and _is_bf16(out)
+        assert {b.numel(), c.numel(), source.numel(), out.numel()} == {a.numel()}, "the probe's tensors differ in size"
+        pointers = [tensor.data_ptr() for tensor in (a, b, c, source, out)]
+        self._library.hl_bandwidth_probe(pool.handle, *pointers, a.numel())
+
+
+def _is_bf16(tensor: Tensor) -> bool:
+    assert tensor.dtype in (torch.float32, torch.bfloat16), f"expected float32 or bfloat16, got {tensor.dtype}"
+    return tensor.dtype == torch.bfloat16
+
+
+def _check_host(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        assert tensor.device.type == "cpu", f"the CPU kernel got a tensor on {tensor.device}"
+        assert tensor.is_contiguous(), f"the CPU kernel got strides {tensor.stride()} for shape {tuple(tensor.shape)}"
+
+
+def _check_disjoint(*tensors: Tensor) -> None:
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.numel())
+    for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+        assert end <= start, f"tensors of one step overlap: one ends at {end:#x}, the next starts at {start:#x}"
+
+
+@functools.cache
+def load() -> NativeKernel | None:
+    """The kernel, loaded once per process; None, with the reason logged, when it was not built or does not load."""
+    # an editable install keeps sources and compiled files apart: the package's search path names both
+    folders = dict.fromkeys([Path(__file__).parent, *map(Path, __path__)])
+    paths = [folder / LIBRARY_NAME for folder in folders if (folder / LIBRARY_NAME).is_file()]
+    if not paths:
+        _log.warning(
+            "native CPU kernel not found (no %s in %s): using the plain PyTorch step, slower with the same results; "
+            "install g++ and install heavylift again to build it",
+            LIBRARY_NAME,
+            ", ".join(map(str, folders)),
+        )
+        return None
+    try:
+        return NativeKernel(paths[0])
+    except (OSError, AttributeError) as error:
+        _log.warning("native CPU kernel %s does not load (%s): using the plain PyTorch step", paths[0], error)
+        return None
+
+
+__all__ = ["LIBRARY_NAME", "NativeKernel", "ThreadPool", "load"]

@@ -1,0 +1,334 @@
+// The CPU AdamW step: one pass over memory, on its own threads (thread_pool.h), called through ctypes.
+//
+// Phases: floating-point helpers; loop bodies; one set of them per instruction set; work in chunks; the C API.
+// Every result is bit-identical to heavylift/offload/adamw.py (the specification), whatever the instruction set and
+// the number of threads: single IEEE float32 operations in its order, no fused multiply-add, no fast-math.
+// Left out: tensors that overlap.
+
+#ifdef __FAST_MATH__
+#error "the kernel must round as the specification does: compile without -ffast-math"
+#endif
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "thread_pool.h"
+
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
+#define HL_API extern "C" __attribute__((visibility("default")))
+#define HL_INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+// ---- floating-point helpers -----------------------------------------------------------------------------------
+
+struct bf16 {
+  uint16_t bits;
+};
+struct nothing {};  // the element type of an absent output
+
+HL_INLINE float to_float(float x) { return x; }
+HL_INLINE float to_float(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+HL_INLINE void store(float *out, float x) { *out = x; }
+HL_INLINE void store(nothing *, float) {}
+HL_INLINE void store(bf16 *out, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  // to nearest, ties to even, in integers: the bf16 instructions of AVX-512 flush denormals to zero
+  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  uint32_t quiet_nan = (bits >> 16) | 0x40u;
+  out->bits = uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
+}
+
+// ---- loop bodies ----------------------------------------------------------------------------------------------
+
+struct AdamWJob {
+  float *master, *exp_avg, *exp_avg_sq;
+  const void *grad;
+  void *out;
+  bool grad_is_bf16, out_is_bf16, update;
+  float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, bias2_sqrt, eps, neg_step_size;
+};
+
+// Factors of 1 need no branch: x * 1.0f is x. `Update` false (lr 0) leaves the master alone, also -0.0.
+template <class Grad, class Out, bool Update>
+HL_INLINE void adamw_body(const AdamWJob &job, int64_t begin, int64_t end) {
+  float *__restrict master = job.master;
+  float *__restrict exp_avg = job.exp_avg;
+  float *__restrict exp_avg_sq = job.exp_avg_sq;
+  const Grad *__restrict grad = static_cast<const Grad *>(job.grad);
+  Out *__restrict out = static_cast<Out *>(job.out);
+  const float grad_scale = job.grad_scale, decay = job.decay, one_minus_beta1 = job.one_minus_beta1, beta2 = job.beta2,
+              one_minus_beta2 = job.one_minus_beta2, bias2_sqrt = job.bias2_sqrt, eps = job.eps,
+              neg_step_size = job.neg_step_size;
+  for (int64_t i = begin; i < end; ++i) {
+    const float g = to_float(grad[i]) * grad_scale;
+    const float m = exp_avg[i] + one_minus_beta1 * (g - exp_avg[i]);
+    const float v = exp_avg_sq[i] * beta2 + (one_minus_beta2 * g) * g;
+    exp_avg[i] = m;
+    exp_avg_sq[i] = v;
+    float p = master[i];
+    if (Update) {
+      const float denom = std::sqrt(v) / bias2_sqrt + eps;
+      p = p * decay + (neg_step_size * m) / denom;
+      master[i] = p;
+    }
+    store(out + i, p);
+  }
+}
+
+template <class Grad, bool Update>
+HL_INLINE void adamw_by_out(const AdamWJob &job, int64_t begin, int64_t end) {
+  if (job.out == nullptr)
+    adamw_body<Grad, nothing, Update>(job, begin, end);
+  else if (job.out_is_bf16)
+    adamw_body<Grad, bf16, Update>(job, begin, end);
+  else
+    adamw_body<Grad, float, Update>(job, begin, end);
+}
+
+HL_INLINE void adamw_any(const AdamWJob &job, int64_t begin, int64_t end) {
+  if (job.grad_is_bf16)
+    job.update ? adamw_by_out<bf16, true>(job, begin, end) : adamw_by_out<bf16, false>(job, begin, end);
+  else
+    job.update ? adamw_by_out<float, true>(job, begin, end) : adamw_by_out<float, false>(job, begin, end);
+}
+
+struct AccumulateJob {
+  float *acc;
+  const void *grad;
+  bool is_bf16;
+};
+
+template <class Grad>
+HL_INLINE void accumulate_body(const AccumulateJob &job, int64_t begin, int64_t end) {
+  float *__restrict acc = job.acc;
+  const Grad *__restrict grad = static_cast<const Grad *>(job.grad);
+  for (int64_t i = begin; i < end; ++i) acc[i] += to_float(grad[i]);
+}
+
+HL_INLINE void accumulate_any(const AccumulateJob &job, int64_t begin, int64_t end) {
+  job.is_bf16 ? accumulate_body<bf16>(job, begin, end) : accumulate_body<float>(job, begin, end);
+}
+
+struct SumSquaresJob {
+  const void *x;
+  bool is_bf16;
+};
+
+// 16 partial sums, whatever the width of a vector register: the order of additions is part of the result.
+template <class T>
+HL_INLINE double sum_squares_body(const SumSquaresJob &job, int64_t begin, int64_t end) {
+  constexpr int kLanes = 16;
+  const T *x = static_cast<const T *>(job.x);
+  double lanes[kLanes] = {};
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes)
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const double value = to_float(x[i + lane]);
+      lanes[lane] += value * value;
+    }
+  for (int lane = 0; i < end; ++i, ++lane) {
+    const double value = to_float(x[i]);
+    lanes[lane] += value * value;
+  }
+  double sum = 0;
+  for (double lane : lanes) sum += lane;
+  return sum;
+}
+
+HL_INLINE double sum_squares_any(const SumSquaresJob &job, int64_t begin, int64_t end) {
+  return job.is_bf16 ? sum_squares_body<bf16>(job, begin, end) : sum_squares_body<float>(job, begin, end);
+}
+
+// The memory traffic of a step with bf16 gradient and output, with next to no arithmetic: what a step is held against.
+struct ProbeJob {
+  float *a, *b, *c;
+  const bf16 *in;
+  bf16 *out;
+};
+
+HL_INLINE void probe_any(const ProbeJob &job, int64_t begin, int64_t end) {
+  float *__restrict a = job.a;
+  float *__restrict b = job.b;
+  float *__restrict c = job.c;
+  const bf16 *__restrict in = job.in;
+  bf16 *__restrict out = job.out;
+  for (int64_t i = begin; i < end; ++i) {
+    const float x = to_float(in[i]);
+    a[i] += x;
+    b[i] += x;
+    c[i] += x;
+    out[i] = in[i];
+  }
+}
+
+// ---- one set of functions per instruction set -----------------------------------------------------------------
+
+struct Kernels {
+  const char *name;
+  bool (*supported)();
+  void (*adamw)(const AdamWJob &, int64_t, int64_t);
+  void (*accumulate)(const AccumulateJob &, int64_t, int64_t);
+  double (*sum_squares)(const SumSquaresJob &, int64_t, int64_t);
+  void (*probe)(const ProbeJob &, int64_t, int64_t);
+};
+
+#define HL_KERNELS(isa, attributes)                                                                              \
+  attributes void adamw_##isa(const AdamWJob &j, int64_t b, int64_t e) { adamw_any(j, b, e); }                   \
+  attributes void accumulate_##isa(const AccumulateJob &j, int64_t b, int64_t e) { accumulate_any(j, b, e); }    \
+  attributes double sum_squares_##isa(const SumSquaresJob &j, int64_t b, int64_t e) {                            \
+    return sum_squares_any(j, b, e);                                                                             \
+  }                                                                                                              \
+  attributes void probe_##isa(const ProbeJob &j, int64_t b, int64_t e) { probe_any(j, b, e); }                   \
+  constexpr Kernels k_##isa = {#isa, has_##isa, adamw_##isa, accumulate_##isa, sum_squares_##isa, probe_##isa};
+
+#if defined(__x86_64__)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool has_avx2() { return __builtin_cpu_supports("avx2"); }
+bool has_sse2() { return true; }
+HL_KERNELS(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))))
+HL_KERNELS(avx2, __attribute__((target("avx2"))))
+HL_KERNELS(sse2, )
+constexpr const Kernels *kAll[] = {&k_avx512, &k_avx2, &k_sse2};
+#elif defined(__aarch64__)
+bool has_sve() { return (getauxval(AT_HWCAP) & (1ul << 22)) != 0; }  // HWCAP_SVE
+bool has_neon() { return true; }
+HL_KERNELS(sve, __attribute__((target("+sve"))))
+HL_KERNELS(neon, )
+constexpr const Kernels *kAll[] = {&k_sve, &k_neon};
+#else
+bool has_generic() { return true; }
+HL_KERNELS(generic, )
+constexpr const Kernels *kAll[] = {&k_generic};
+#endif
+
+const Kernels *best() {
+  for (const Kernels *kernels : kAll)
+    if (kernels->supported()) return kernels;
+  std::abort();  // the last of each list runs everywhere
+}
+
+std::atomic<const Kernels *> chosen{nullptr};
+
+const Kernels &current() {
+  const Kernels *kernels = chosen.load(std::memory_order_acquire);
+  if (kernels == nullptr) chosen.store(kernels = best(), std::memory_order_release);
+  return *kernels;
+}
+
+// ---- work in chunks -----------------------------------------------------------------------------------------------
+
+// Elements of one piece of work. Never depends on the number of threads, so neither does a sum over pieces.
+constexpr int64_t kChunk = 32768;
+
+int64_t chunks_of(int64_t n, int64_t chunk) { return (n + chunk - 1) / chunk; }
+
+template <class Job>
+struct Ranged {
+  const Job &job;
+  void (*body)(const Job &, int64_t, int64_t);
+  int64_t n;
+  static void run_chunk(const void *opaque, int64_t chunk) {
+    const Ranged &self = *static_cast<const Ranged *>(opaque);
+    const int64_t begin = chunk * kChunk, end = begin + kChunk < self.n ? begin + kChunk : self.n;
+    self.body(self.job, begin, end);
+  }
+};
+
+template <class Job>
+void run_ranged(void *pool, const Job &job, void (*body)(const Job &, int64_t, int64_t), int64_t n) {
+  const Ranged<Job> ranged{job, body, n};
+  run(static_cast<Pool *>(pool), Ranged<Job>::run_chunk, &ranged, chunks_of(n, kChunk));
+}
+
+constexpr int kMaxPartials = 4096;
+
+struct SumChunks {
+  SumSquaresJob job;
+  double (*body)(const SumSquaresJob &, int64_t, int64_t);
+  int64_t n, chunk_size;
+  double *partials;
+  static void run_chunk(const void *opaque, int64_t chunk) {
+    const SumChunks &self = *static_cast<const SumChunks *>(opaque);
+    const int64_t begin = chunk * self.chunk_size, limit = begin + self.chunk_size;
+    self.partials[chunk] = self.body(self.job, begin, limit < self.n ? limit : self.n);
+  }
+};
+
+}  // namespace
+
+// ---- the C API: pointers are host memory, n counts elements, `pool` comes from hl_pool_create -------------------
+
+HL_API const char *hl_isa() { return current().name; }
+
+// Takes another instruction set, for tests. Returns 0, or -1 when this CPU or this build lacks it.
+HL_API int hl_set_isa(const char *name) {
+  for (const Kernels *kernels : kAll)
+    if (std::strcmp(kernels->name, name) == 0 && kernels->supported()) {
+      chosen.store(kernels, std::memory_order_release);
+      return 0;
+    }
+  return -1;
+}
+
+// The names known to this build in order of preference, supported by this CPU or not; null after the last.
+HL_API const char *hl_isa_name(int index) {
+  return index < int(sizeof kAll / sizeof *kAll) ? kAll[index]->name : nullptr;
+}
+
+HL_API void *hl_pool_create(int num_threads, const int *cpu_ids) { return create_pool(num_threads, cpu_ids); }
+
+HL_API void hl_pool_destroy(void *pool) { destroy_pool(static_cast<Pool *>(pool)); }
+
+HL_API int hl_pool_num_threads(void *pool) { return static_cast<Pool *>(pool)->num_threads; }
+
+// One AdamW step; the factors are those of AdamWHyper.scalars(). `out` may be null.
+HL_API void hl_adamw_step(void *pool, float *master, float *exp_avg, float *exp_avg_sq, const void *grad,
+                          int grad_is_bf16, void *out, int out_is_bf16, int64_t n, float grad_scale, float decay,
+                          float one_minus_beta1, float beta2, float one_minus_beta2, float bias2_sqrt, float eps,
+                          float neg_step_size, int update) {
+  const AdamWJob job = {master,     exp_avg, exp_avg_sq,      grad,  out,
+                        grad_is_bf16 != 0,   out_is_bf16 != 0, update != 0,
+                        grad_scale, decay,   one_minus_beta1, beta2, one_minus_beta2,
+                        bias2_sqrt, eps,     neg_step_size};
+  run_ranged(pool, job, current().adamw, n);
+}
+
+// acc += float(grad)
+HL_API void hl_accumulate(void *pool, float *acc, const void *grad, int grad_is_bf16, int64_t n) {
+  run_ranged(pool, AccumulateJob{acc, grad, grad_is_bf16 != 0}, current().accumulate, n);
+}
+
+// Sum of squares in double. The same bits for every number of threads and every instruction set.
+HL_API double hl_sum_squares(void *pool, const void *x, int is_bf16, int64_t n) {
+  double partials[kMaxPartials];
+  int64_t chunk_size = chunks_of(n, kMaxPartials);
+  chunk_size = chunk_size < kChunk ? kChunk : (chunk_size + 15) / 16 * 16;
+  const SumChunks sum{{x, is_bf16 != 0}, current().sum_squares, n, chunk_size, partials};
+  const int64_t num_chunks = chunks_of(n, chunk_size);
+  run(static_cast<Pool *>(pool), SumChunks::run_chunk, &sum, num_chunks);
+  double total = 0;
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) total += partials[chunk];
+  return total;
+}
+
+// Reads and writes a, b, c (float), reads `in`, writes `out` (bf16): the bytes of a step, for measuring bandwidth.
+HL_API void hl_bandwidth_probe(void *pool, float *a, float *b, float *c, const void *in, void *out, int64_t n) {
+  run_ranged(pool, ProbeJob{a, b, c, static_cast<const bf16 *>(in), static_cast<bf16 *>(out)}, current().probe, n);
+}

@@ -1,0 +1,213 @@
+// A persistent pool of pinned threads that runs numbered pieces of work ("chunks"), each exactly once.
+//
+// Each thread owns one run of neighbouring chunks (its own pages stay its own) and takes from the others when it is
+// done. Idle threads spin shortly, then sleep. Nothing here depends on OMP_NUM_THREADS.
+// Fork: threads do not survive fork(). In the child a pool computes on the calling thread; the results are the same.
+// Exit: sleeping threads hold nothing; a process may end without destroy_pool.
+// pthreads, not std::thread: the library then loads beside an older libstdc++ than the compiler's.
+// Left out: NUMA placement; the caller chooses the CPUs.
+#pragma once
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <new>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+// Rounding to nearest with denormals kept, whatever the calling thread has set (torch.set_flush_denormal).
+struct DefaultFloatState {
+#if defined(__x86_64__)
+  unsigned saved = _mm_getcsr();
+  DefaultFloatState() { _mm_setcsr(0x1f80); }
+  ~DefaultFloatState() { _mm_setcsr(saved); }
+#elif defined(__aarch64__)
+  uint64_t saved;
+  DefaultFloatState() {
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved));
+    __asm__ volatile("msr fpcr, %0" : : "r"(uint64_t(0)));
+  }
+  ~DefaultFloatState() { __asm__ volatile("msr fpcr, %0" : : "r"(saved)); }
+#else
+  DefaultFloatState() {}
+#endif
+};
+
+// Some 20 to 100 us: back-to-back calls find the threads awake, and between training steps they sleep.
+constexpr int kSpins = 4000;
+
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+using RunChunk = void (*)(const void *job, int64_t chunk);
+
+struct Pool;
+
+struct alignas(64) Worker {
+  std::atomic<int64_t> next_chunk{0};  // of this thread's own run of chunks; others take from it when they are done
+  int64_t end_chunk = 0;
+  Pool *pool = nullptr;
+  int index = 0;
+  pthread_t thread{};
+};
+
+struct Pool {
+  pthread_mutex_t run_mutex = PTHREAD_MUTEX_INITIALIZER;  // one caller at a time
+  pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;      // guards the two conditions
+  pthread_cond_t work_ready = PTHREAD_COND_INITIALIZER;
+  pthread_cond_t work_done = PTHREAD_COND_INITIALIZER;
+  std::atomic<uint64_t> generation{0};
+  std::atomic<int> num_busy{0};
+  std::atomic<bool> stopped{false};
+  const void *job = nullptr;
+  RunChunk run_chunk = nullptr;
+  pid_t owner = 0;
+  int num_threads = 0;
+  Worker *workers = nullptr;
+};
+
+uint64_t wait_for_work(Pool &pool, uint64_t seen) {
+  for (int spin = 0; spin < kSpins; ++spin) {
+    uint64_t generation = pool.generation.load(std::memory_order_acquire);
+    if (generation != seen) return generation;
+    relax();
+  }
+  pthread_mutex_lock(&pool.mutex);
+  while (pool.generation.load(std::memory_order_acquire) == seen) pthread_cond_wait(&pool.work_ready, &pool.mutex);
+  pthread_mutex_unlock(&pool.mutex);
+  return pool.generation.load(std::memory_order_acquire);
+}
+
+void *worker_main(void *argument) {
+  Worker &self = *static_cast<Worker *>(argument);
+  Pool &pool = *self.pool;
+  DefaultFloatState float_state;
+  uint64_t seen = 0;
+  for (;;) {
+    seen = wait_for_work(pool, seen);
+    if (pool.stopped.load(std::memory_order_acquire)) return nullptr;
+    for (int offset = 0; offset < pool.num_threads; ++offset) {
+      Worker &victim = pool.workers[(self.index + offset) % pool.num_threads];
+      for (;;) {
+        int64_t chunk = victim.next_chunk.fetch_add(1, std::memory_order_relaxed);
+        if (chunk >= victim.end_chunk) break;
+        pool.run_chunk(pool.job, chunk);
+      }
+    }
+    if (pool.num_busy.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      pthread_mutex_lock(&pool.mutex);
+      pthread_cond_signal(&pool.work_done);
+      pthread_mutex_unlock(&pool.mutex);
+    }
+  }
+}
+
+void wake_all(Pool &pool) {
+  pthread_mutex_lock(&pool.mutex);
+  pool.generation.fetch_add(1, std::memory_order_acq_rel);
+  pthread_cond_broadcast(&pool.work_ready);
+  pthread_mutex_unlock(&pool.mutex);
+}
+
+// Runs chunks 0 .. num_chunks-1, each once. Returns when all are done.
+void run(Pool *pool, RunChunk run_chunk, const void *job, int64_t num_chunks) {
+  if (num_chunks > 1 && pool->owner == getpid()) {
+    pthread_mutex_lock(&pool->run_mutex);
+    if (!pool->stopped.load(std::memory_order_acquire)) {
+      pool->job = job;
+      pool->run_chunk = run_chunk;
+      for (int t = 0; t < pool->num_threads; ++t) {
+        pool->workers[t].next_chunk.store(num_chunks * t / pool->num_threads, std::memory_order_relaxed);
+        pool->workers[t].end_chunk = num_chunks * (t + 1) / pool->num_threads;
+      }
+      pool->num_busy.store(pool->num_threads, std::memory_order_release);
+      wake_all(*pool);
+      pthread_mutex_lock(&pool->mutex);
+      while (pool->num_busy.load(std::memory_order_acquire) != 0) pthread_cond_wait(&pool->work_done, &pool->mutex);
+      pthread_mutex_unlock(&pool->mutex);
+      pthread_mutex_unlock(&pool->run_mutex);
+      return;
+    }
+    pthread_mutex_unlock(&pool->run_mutex);
+  }
+  // too little to wake anybody for; a forked child; or a pool that was destroyed while this thread was on its way
+  DefaultFloatState float_state;
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) run_chunk(job, chunk);
+}
+
+bool start_worker(Pool *pool, int index, const int *cpu_ids) {
+  Worker &worker = pool->workers[index];
+  worker.pool = pool;
+  worker.index = index;
+  pthread_attr_t attributes;
+  if (pthread_attr_init(&attributes) != 0) return false;
+  bool ok = true;
+  if (cpu_ids != nullptr) {
+    const int cpu = cpu_ids[index];
+    const size_t bytes = cpu < 0 ? 0 : CPU_ALLOC_SIZE(cpu + 1);
+    cpu_set_t *set = cpu < 0 ? nullptr : CPU_ALLOC(cpu + 1);
+    ok = set != nullptr;
+    if (ok) {
+      CPU_ZERO_S(bytes, set);
+      CPU_SET_S(cpu, bytes, set);
+      ok = pthread_attr_setaffinity_np(&attributes, bytes, set) == 0;
+      CPU_FREE(set);
+    }
+  }
+  ok = ok && pthread_create(&worker.thread, &attributes, worker_main, &worker) == 0;
+  pthread_attr_destroy(&attributes);
+  if (ok) pthread_setname_np(worker.thread, "heavylift-cpu");
+  return ok;
+}
+
+void stop_workers(Pool *pool, int num_started) {
+  pool->stopped.store(true, std::memory_order_release);
+  wake_all(*pool);
+  for (int t = 0; t < num_started; ++t) pthread_join(pool->workers[t].thread, nullptr);
+}
+
+// Thread t runs on cpu_ids[t] only (null: wherever the creating thread may). Null when that is not possible.
+Pool *create_pool(int num_threads, const int *cpu_ids) {
+  if (num_threads < 1) return nullptr;
+  Pool *pool = new (std::nothrow) Pool;
+  if (pool == nullptr) return nullptr;
+  pool->workers = new (std::nothrow) Worker[num_threads];
+  pool->owner = getpid();
+  pool->num_threads = num_threads;
+  sigset_t all, before;  // signals belong to Python's main thread: workers inherit a mask that blocks them
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  int num_started = 0;
+  while (pool->workers != nullptr && num_started < num_threads && start_worker(pool, num_started, cpu_ids))
+    ++num_started;
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (num_started == num_threads) return pool;
+  if (num_started > 0) stop_workers(pool, num_started);
+  delete[] pool->workers;
+  delete pool;
+  return nullptr;
+}
+
+// Waits for the call in progress and ends the threads. The few bytes of the pool itself stay: a thread of the caller
+// that comes too late finds a stopped pool instead of freed memory, and computes by itself.
+void destroy_pool(Pool *pool) {
+  if (pool->owner != getpid()) return;
+  pthread_mutex_lock(&pool->run_mutex);
+  if (!pool->stopped.load(std::memory_order_acquire)) stop_workers(pool, pool->num_threads);
+  pthread_mutex_unlock(&pool->run_mutex);
+}
+
+}  // namespace
