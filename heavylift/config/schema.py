@@ -59,6 +59,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
+        allow_inf_nan=False,
         validate_default=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
@@ -128,7 +129,7 @@ class TrainConfig(Section):
     """Run folder: model/, metrics.jsonl, loss.png, config.yaml. Must not exist unless `overwrite_output_dir`."""
     overwrite_output_dir: bool = False
     """Replace an existing run folder."""
-    seed: Int = 42
+    seed: Annotated[Int, Field(ge=0, lt=2**32)] = 42
     """Seed of data order, random weights and random data."""
     per_device_train_batch_size: Annotated[Int, Field(ge=1)] = 1
     """Samples per process in one forward and backward (the micro-batch)."""

@@ -1,0 +1,115 @@
+"""The `heavylift` command: arguments, help, and how errors end. What a command does stands in its own file.
+
+Neither torch nor transformers is imported here: `--help` and a typo in a recipe answer at once. Exit codes: 0 done,
+2 the user can fix it (one `error:` line per problem on stderr), 130 interrupted, else a failure with its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from heavylift.errors import EXIT_USER_ERROR, UserError
+
+# plain texts: boxes and colours make error messages hard to read in logs
+app = typer.Typer(
+    help="Fine-tune Hugging Face language models, sharded, with the optimizer in host memory.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of user errors too.")]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"heavylift {version('heavylift')}")
+        except PackageNotFoundError:
+            typer.echo("heavylift (not installed: run from its sources)")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE.yaml", help="The recipe; every key: docs/config.md.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Replace single values.")
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes on this machine; as launch.nproc.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Train as a recipe says: heavylift train RECIPE.yaml train.max_steps=20"""
+    from heavylift.cli.train import run_train
+
+    given = [*(overrides or []), *([f"launch.nproc={nproc}"] if nproc is not None else [])]
+    _end(lambda: run_train(recipe, given), debug)
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face model folder.")],
+    prompt: Annotated[str, typer.Argument(help="What to ask.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of the answer.")] = 64,
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder of the tokenizer, if not the model's.")] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="Jinja chat template, if not the tokenizer's.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Ask a model a question: heavylift generate runs/demo/model "How do I boil an egg?" """
+    from heavylift.cli.generate import run_generate
+
+    def answer() -> int:
+        print(run_generate(model, prompt, max_new_tokens, tokenizer, chat_template, trust_remote_code))
+        return 0
+
+    _end(answer, debug)
+
+
+def _end(command: Callable[[], int], debug: bool) -> None:
+    """Runs a command and leaves the process with its exit code."""
+    try:
+        code = command()
+    except UserError as error:
+        if debug or os.environ.get("HEAVYLIFT_DEBUG", "0") not in ("", "0"):
+            traceback.print_exc()
+        show_problems(error)
+        code = EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    raise typer.Exit(code)
+
+
+def show_problems(error: UserError) -> None:
+    """One `error:` line per problem on stderr; under a launcher only one process of the machine speaks."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    for problem in error.problems:
+        print(f"error: {' '.join(problem.splitlines())}", file=sys.stderr)
+
+
+def run() -> None:
+    """Entry point of the installed command."""
+    app()
+
+
+if __name__ == "__main__":
+    run()
