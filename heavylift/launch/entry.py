@@ -1,0 +1,49 @@
+"""First code of every worker process: `python -m heavylift.launch.entry MODULE ARGS...` runs MODULE as `-m` would.
+
+Asks the kernel to end this worker when the launcher dies, however that dies (kill -9 gives it no chance to clean up,
+and orphans would hold the GPUs). A Ctrl-C that reaches a worker ends it without a traceback.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import time
+
+from heavylift.errors import EXIT_USER_ERROR
+
+PARENT_VARIABLE = "HEAVYLIFT_LAUNCHER_PID"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# rank 0 prints what is wrong; the first rank to exit makes the launcher end the rest, so that must not be another
+_SPEAKER_FIRST_S = 3.0
+
+
+def die_with_launcher() -> None:
+    """SIGKILL for this process as soon as the launcher is gone. Linux only; elsewhere nothing happens."""
+    launcher = int(os.environ.get(PARENT_VARIABLE, "0"))
+    if not launcher or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died before the call above
+        os._exit(1)
+
+
+def main() -> None:
+    """Run the module named by the first argument with the rest as its arguments."""
+    die_with_launcher()
+    del sys.argv[0]
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code == EXIT_USER_ERROR and os.environ.get("RANK", "0") != "0":
+            time.sleep(_SPEAKER_FIRST_S)
+        raise
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main()
