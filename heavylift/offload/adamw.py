@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# elements worked on at a time: temporaries stay in cache on the CPU, and are few large launches on a GPU
-_CHUNK_CPU = 2**18
+# elements worked on at a time: bounds the temporaries (20 bytes an element) yet keeps thread barriers and launches few
+_CHUNK_CPU = 2**22
 _CHUNK_DEVICE = 2**26
 
 

@@ -167,11 +167,12 @@ HL_INLINE void probe_any(const ProbeJob &job, int64_t begin, int64_t end) {
   const bf16 *__restrict in = job.in;
   bf16 *__restrict out = job.out;
   for (int64_t i = begin; i < end; ++i) {
-    const float x = to_float(in[i]);
+    const bf16 source = in[i];
+    const float x = to_float(source);
     a[i] += x;
     b[i] += x;
     c[i] += x;
-    out[i] = in[i];
+    out[i].bits = source.bits;
   }
 }
 

@@ -1,0 +1,70 @@
+"""Gates: a group's next all-gather waits for the group's updated shard.
+
+A shard that comes back from the host is written on a side stream. Whoever reads it next is FSDP2's all-gather, which
+knows nothing of that stream: without a gate it gathers stale weights and nothing is raised. The gate sits where FSDP2
+lets us in: the `allocate()` of a custom all-gather runs in the copy-in stream, just before the shard is read there
+(true because the shards have the dtype they are gathered in). At one shard FSDP2 skips the all-gather and with it the
+gate, so there a forward pre-hook waits instead.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+
+class Gate:
+    """Closed while a group's shard is being updated. Opened once per step with the event of the copy that ends it."""
+
+    def __init__(self) -> None:
+        self._opened = threading.Event()
+        self._opened.set()
+        self._event: torch.cuda.Event | None = None
+        self._error: BaseException | None = None
+
+    def close(self) -> None:
+        """From here on readers wait. Called before the update of the shard is handed to anybody."""
+        self._opened.clear()
+
+    def open(self, event: torch.cuda.Event | None, error: BaseException | None = None) -> None:
+        """Lets readers through, after `event` on their own stream (None: the shard is already whole).
+
+        With `error`, readers raise it: a step that failed on another thread must not be trained over.
+        """
+        self._event = event
+        self._error = error
+        self._opened.set()
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the updated shard; blocks the thread while its copy is not yet issued."""
+        self._opened.wait()
+        if self._error is not None:
+            raise RuntimeError("the optimizer step of this group failed") from self._error
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class GatedAllGather(DefaultAllGather):
+    """FSDP2's all-gather, with the group's gate in front of reading the shard."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self._gate = gate
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Called in the copy-in stream before the shard is copied: the last moment to wait."""
+        self._gate.wait()
+        return super().allocate(size, dtype=dtype, device=device)
+
+
+def install_gate(module: nn.Module, gate: Gate) -> None:
+    """Puts `gate` in front of every read of the shards that `module` gathers. Call after `fully_shard`."""
+    if isinstance(module, FSDPModule):
+        module.set_custom_all_gather(GatedAllGather(gate))
+    # prepend: before FSDP2's own pre-hook, which at one shard reads the shard itself
+    module.register_forward_pre_hook(lambda *_: gate.wait(), prepend=True)

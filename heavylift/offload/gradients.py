@@ -1,0 +1,129 @@
+"""Gradients between backward and the step: accumulation in float32, and the global norm.
+
+Without accumulation the step reads `param.grad`, the reduced gradient in the parameters' dtype, as FSDP2 leaves it.
+With accumulation every reduced gradient is added in float32 to the accumulator of its part, on the part's tier, and
+`param.grad` is dropped at once. FSDP2 reduces in float32 and then rounds to the parameters' dtype; the sum here takes
+the value from before that rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from heavylift.config.schema import Tier
+from heavylift.offload.groups import Group, Segment, local_tensor
+from heavylift.offload.kernels import Kernel
+from heavylift.offload.staging import StagingRing
+from heavylift.offload.states import Part
+
+
+class GradientAccumulation:
+    """Adds up reduced gradients as they appear in backward."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        parts: Sequence[Sequence[Part]],
+        host: Kernel,
+        device: Kernel,
+        ring: StagingRing | None,
+    ) -> None:
+        self._host = host
+        self._device = device
+        self._ring = ring
+        self._reduced: tuple[Group, torch.Tensor] | None = None
+        self._parts = dict(zip(groups, parts, strict=True))
+        self.with_grad: set[Segment] = set()
+        """Segments that got a gradient since the last step."""
+        for group in groups:
+            if isinstance(group.module, FSDPModule) and group.dtype != torch.float32:
+                group.module.set_all_reduce_hook(partial(self._on_reduced, group))
+            for segment in group.segments:
+                segment.param.register_post_accumulate_grad_hook(partial(self._on_grad, group, segment))
+
+    def _on_reduced(self, group: Group, flat: torch.Tensor) -> None:
+        """FSDP2 hands over the group's flat float32 gradient, before it rounds it."""
+        if flat.is_cuda:
+            # the buffer belongs to the reduce-scatter stream, which may re-use it once FSDP2 lets it go
+            flat.record_stream(torch.cuda.current_stream())
+        # FSDP2 calls the hooks of this group's parameters next: one buffer at a time is enough
+        self._reduced = (group, flat)
+
+    @torch.no_grad()
+    def _on_grad(self, group: Group, segment: Segment, param: torch.Tensor) -> None:
+        """Runs for each parameter, in the stream that reduced it, right after `_on_reduced`."""
+        assert param.grad is not None
+        grad = local_tensor(param.grad)
+        if self._reduced is not None and self._reduced[0] is group:
+            flat = self._reduced[1]
+            # the rounded gradients are views of one buffer in the layout of the float32 one
+            source = flat[grad.storage_offset() : grad.storage_offset() + grad.numel()]
+        else:
+            source = grad.reshape(-1)
+        for part in self._parts[group]:
+            where = part.overlap(segment)
+            if where is not None:
+                self._add(part, where, source[part.overlap_in_segment(segment)])
+        param.grad = None
+        self.with_grad.add(segment)
+
+    def _add(self, part: Part, where: slice, grad: torch.Tensor) -> None:
+        assert part.accumulator is not None
+        if part.tier is Tier.DEVICE:
+            self._device.accumulate(part.accumulator[where], grad)
+            return
+        assert self._ring is not None
+        slot = self._ring.next_slot()
+        staged = slot.grad_host[: grad.numel()]
+        staged.copy_(grad, non_blocking=True)
+        if grad.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self._host.accumulate(part.accumulator[where], staged)
+
+    def reset(self) -> None:
+        """Forgets everything added: after a step, whether it was applied or skipped."""
+        for parts in self._parts.values():
+            for part in parts:
+                assert part.accumulator is not None
+                part.accumulator.zero_()
+        self.with_grad.clear()
+        self._reduced = None
+
+
+def shard_process_groups(groups: Sequence[Group]) -> list[dist.ProcessGroup]:
+    """Process groups over which the parameters are sharded: summing over them makes a local sum global.
+
+    Replicated dimensions are left out: there every rank holds the same gradient, which counts once.
+    """
+    for group in groups:
+        for segment in group.segments:
+            param = segment.param
+            if isinstance(param, DTensor):
+                axes = [axis for axis, p in enumerate(param.placements) if isinstance(p, Shard)]
+                return [param.device_mesh.get_group(axis) for axis in axes if param.device_mesh.size(axis) > 1]
+    return []
+
+
+def global_norm(local_sums: Sequence[torch.Tensor], process_groups: Sequence[dist.ProcessGroup]) -> float:
+    """Root of the sum of squares over all shards. Every rank gets the same value (NaN or inf if any rank has one).
+
+    The sums are float64, so that neither the number of ranks nor the tier shows in the clipping coefficient.
+    """
+    if not local_sums and not process_groups:
+        return 0.0
+    device = next((s.device for s in local_sums if s.is_cuda), torch.device("cpu"))
+    if device.type == "cpu" and process_groups and dist.get_backend(process_groups[0]) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for device_sums in ([s for s in local_sums if s.device == device], [s for s in local_sums if s.device != device]):
+        if device_sums:
+            total = total + torch.stack(list(device_sums)).sum().to(device)
+    for process_group in process_groups:
+        dist.all_reduce(total, group=process_group)
+    return float(total.sqrt())

@@ -1,0 +1,135 @@
+"""Groups as the optimizer sees them: the flat layout of one gather group's shard on this rank.
+
+FSDP2 reduces the gradients of a group into one flat buffer: for each parameter that has a gradient its padded shard,
+one after the other. Our states use the same layout, so a whole group moves and steps as one range. Padding (a dim 0
+that the ranks do not divide) is laid out and never read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from heavylift.offload.gates import Gate
+
+
+@dataclass(eq=False)
+class Segment:
+    """One parameter's shard inside its group's flat layout."""
+
+    name: str
+    param: nn.Parameter
+    start: int
+    """First element in the group's flat layout."""
+    numel: int
+    """Elements of the shard on this rank, without padding; 0 on ranks that got nothing."""
+    num_steps: int = 0
+    """Optimizer steps that this parameter has taken: it takes none when it has no gradient (as torch.optim does)."""
+    seen: tuple[int, int] | None = None
+    """Address and version of the shard when the optimizer last agreed with it; else the master is read anew."""
+
+    @property
+    def stop(self) -> int:
+        """End of the shard in the flat layout."""
+        return self.start + self.numel
+
+    def is_seen(self) -> bool:
+        """Whether nobody else has written the shard since `mark_seen`."""
+        return self.seen == self._fingerprint()
+
+    def mark_seen(self) -> None:
+        """The optimizer's master agrees with the shard as it is now."""
+        self.seen = self._fingerprint()
+
+    def _fingerprint(self) -> tuple[int, int]:
+        shard = self.shard()
+        return shard.data_ptr(), shard._version
+
+    def shard(self) -> torch.Tensor:
+        """The shard's values, flat [numel], a view. Looked up each time: FSDP2 may re-allocate it until first use."""
+        return local_tensor(self.param).view(-1)
+
+    def grad(self) -> torch.Tensor | None:
+        """The shard's gradient, flat [numel], or None."""
+        grad = self.param.grad
+        return None if grad is None else local_tensor(grad).reshape(-1)
+
+
+@dataclass(eq=False)
+class Group:
+    """Parameters that are gathered, reduced, moved and stepped together."""
+
+    name: str
+    segments: tuple[Segment, ...]
+    numel: int
+    """Elements of the flat layout, padding included."""
+    dtype: torch.dtype
+    """Dtype of the parameters and of their reduced gradients."""
+    device: torch.device
+    module: nn.Module | None = None
+    """The FSDP2 module that gathers the group, None for plain parameters."""
+    gate: Gate = field(default_factory=Gate)
+
+    def flat_grad(self) -> torch.Tensor | None:
+        """All gradients of the group as one tensor [numel] without a copy, or None when they do not lie so."""
+        grads = [local_tensor(s.param.grad) if s.param.grad is not None else None for s in self.segments]
+        first = grads[0]
+        if first is None or first.dtype != self.dtype:
+            return None
+        storage = first.untyped_storage()
+        offset = first.storage_offset()
+        for segment, grad in zip(self.segments, grads, strict=True):
+            if grad is None or not grad.is_contiguous():
+                return None
+            same_storage = grad.untyped_storage().data_ptr() == storage.data_ptr()
+            if segment.numel > 0 and not (same_storage and grad.storage_offset() - offset == segment.start):
+                return None
+        if storage.nbytes() < (offset + self.numel) * self.dtype.itemsize:
+            return None
+        return torch.empty(0, dtype=self.dtype, device=first.device).set_(storage, offset, (self.numel,))
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, detached: the local shard of a DTensor, else the tensor itself."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def padded_numel(param: torch.Tensor) -> int:
+    """Elements that FSDP2 lays out for a parameter on each rank: dim 0 rounded up to the number of shards."""
+    if not isinstance(param, DTensor) or param.ndim == 0:
+        return param.numel()
+    num_shards = math.prod(
+        param.device_mesh.size(axis) for axis, p in enumerate(param.placements) if isinstance(p, Shard)
+    )
+    return -(-param.shape[0] // num_shards) * math.prod(param.shape[1:])
+
+
+def make_group(name: str, params: Iterable[tuple[str, nn.Parameter]], module: nn.Module | None = None) -> Group | None:
+    """Lays out the trainable parameters of one gather group; None when all are frozen."""
+    segments: list[Segment] = []
+    start = 0
+    for param_name, param in params:
+        if param.requires_grad:
+            segments.append(Segment(param_name, param, start, local_tensor(param).numel()))
+            start += padded_numel(param)
+    if not segments:
+        return None
+    dtypes = {s.param.dtype for s in segments}
+    assert len(dtypes) == 1, f"group {name}: FSDP2 needs one dtype among trainable parameters, got {dtypes}"
+    device = local_tensor(segments[0].param).device
+    return Group(name, tuple(segments), start, dtypes.pop(), device, module)
+
+
+def plain_groups(params: Sequence[nn.Parameter]) -> list[Group]:
+    """Groups for parameters without FSDP2: one per (dtype, device)."""
+    buckets: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    for index, param in enumerate(params):
+        buckets.setdefault((param.dtype, local_tensor(param).device), []).append((f"param{index}", param))
+    made = (make_group(f"plain{i}", bucket) for i, bucket in enumerate(buckets.values()))
+    return [group for group in made if group is not None]

@@ -1,0 +1,112 @@
+"""Who computes: one interface for the compiled CPU kernel, its plain PyTorch twin, and the GPU.
+
+All of them compute the same bits (`heavylift.offload.adamw` is the specification); they differ in speed only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from heavylift.offload import native
+from heavylift.offload.adamw import AdamWHyper, adamw_step_
+
+
+class Kernel(Protocol):
+    """What the optimizer asks of a tier's arithmetic. All tensors are flat, equally long and on the same tier."""
+
+    def step(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        param_out: torch.Tensor,
+        hyper: AdamWHyper,
+    ) -> None:
+        """One AdamW step in place; the rounded master goes to `param_out`. See `adamw_step_`."""
+
+    def accumulate(self, total: torch.Tensor, grad: torch.Tensor) -> None:
+        """total (float32) += grad (float32 or bfloat16)."""
+
+    def sum_squares(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of squares as a float64 scalar on the tensor's device; not finite if an element is not."""
+
+    def close(self) -> None:
+        """Ends threads."""
+
+
+class PlainKernel:
+    """The specification itself, on any device."""
+
+    def step(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        param_out: torch.Tensor,
+        hyper: AdamWHyper,
+    ) -> None:
+        """See `adamw_step_`."""
+        adamw_step_(master, exp_avg, exp_avg_sq, grad, param_out, hyper)
+
+    def accumulate(self, total: torch.Tensor, grad: torch.Tensor) -> None:
+        """total += grad."""
+        total.add_(grad.float())
+
+    def sum_squares(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Accumulated in float64: the order of a sum then does not show in the float32 clipping coefficient."""
+        return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class NativeKernel:
+    """The compiled kernel on its own pinned threads; calls release the GIL."""
+
+    def __init__(self, library: native.NativeKernel, num_threads: int, cpu_ids: Sequence[int] | None) -> None:
+        self._library = library
+        self._pool = library.pool(num_threads, cpu_ids)
+
+    def step(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        param_out: torch.Tensor,
+        hyper: AdamWHyper,
+    ) -> None:
+        """See `adamw_step_`."""
+        self._library.adamw_step_(self._pool, master, exp_avg, exp_avg_sq, grad, param_out, hyper)
+
+    def accumulate(self, total: torch.Tensor, grad: torch.Tensor) -> None:
+        """total += grad."""
+        self._library.accumulate_(self._pool, total, grad)
+
+    def sum_squares(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Fixed chunks, added in order: the same bits for any number of threads."""
+        return torch.tensor(self._library.sum_squares(self._pool, tensor), dtype=torch.float64)
+
+    def close(self) -> None:
+        """Joins the threads."""
+        self._pool.close()
+
+
+def host_kernel(use_native: bool, num_threads: int, cpu_ids: Sequence[int] | None = None) -> Kernel:
+    """The kernel of the host tier; the plain twin when the compiled one is not there or not wanted."""
+    library = native.load() if use_native else None
+    return PlainKernel() if library is None else NativeKernel(library, num_threads, cpu_ids)
+
+
+def device_kernel(device: torch.device) -> Kernel:
+    """The kernel of the device tier: fused on CUDA, plain elsewhere."""
+    if device.type == "cuda":
+        from heavylift.offload.fused_gpu import FusedGpuKernel
+
+        return FusedGpuKernel()
+    return PlainKernel()

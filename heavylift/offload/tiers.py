@@ -1,0 +1,97 @@
+"""Memory of the tiers: exact slabs on the host, page-locked where the GPU copies to or from them.
+
+PyTorch's pinned allocator rounds every block up to a power of two: up to twice the memory. A slab here is one
+anonymous mapping of exactly the bytes asked for (rounded to pages), page-locked in place.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+import torch
+
+from heavylift.config.schema import Tier
+
+PAGE_BYTES = mmap.PAGESIZE
+_HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
+
+
+@dataclass
+class TierUsage:
+    """Bytes that the optimizer has allocated, by tier; what the plan promised is compared with this."""
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+    pinned_bytes: int = 0
+    """Part of `host_bytes` that is page-locked."""
+
+
+class HostSlab:
+    """One contiguous block of host memory, handed out front to back, freed as a whole."""
+
+    def __init__(self, num_bytes: int, *, pinned: bool, usage: TierUsage) -> None:
+        """Maps `num_bytes` (rounded up to pages), zero-filled. `pinned`: page-lock it for CUDA.
+
+        Raises MemoryError when the mapping or the page-locking is refused.
+        """
+        self.num_bytes = max(PAGE_BYTES, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
+        self._used_bytes = 0
+        self._pinned = pinned
+        try:
+            self._map = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"the host refused a mapping of {self.num_bytes / 2**30:.2f} GiB: {error}") from None
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                # states are streamed end to end: 2 MiB pages spare the page-table walks
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                pass  # a kernel without transparent huge pages: only slower
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        if pinned:
+            status = torch.cuda.cudart().cudaHostRegister(
+                self._bytes.data_ptr(), self.num_bytes, _HOST_REGISTER_PORTABLE
+            )
+            if int(status) != 0:
+                raise MemoryError(
+                    f"page-locking {self.num_bytes / 2**30:.2f} GiB of host memory failed (CUDA error {int(status)}); "
+                    "raise the locked-memory limit (ulimit -l)"
+                )
+        usage.host_bytes += self.num_bytes
+        usage.pinned_bytes += self.num_bytes if pinned else 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next `numel` elements as a flat tensor, starting at a cache line."""
+        start = -(-self._used_bytes // 64) * 64
+        stop = start + numel * dtype.itemsize
+        assert stop <= self.num_bytes, f"slab of {self.num_bytes} bytes is too small: {start=} {numel=} {dtype=}"
+        self._used_bytes = stop
+        return self._bytes[start:stop].view(dtype)
+
+    def close(self) -> None:
+        """Unlocks the pages. The mapping itself lives as long as tensors point into it."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+            self._pinned = False
+
+
+def aligned_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes that `HostSlab.take` needs for one tensor, alignment included."""
+    return -(-numel * dtype.itemsize // 64) * 64
+
+
+def place(num_elements: list[int], ratio: float, tier: Tier) -> list[int]:
+    """How many elements of each group stay on the device tier, first groups first.
+
+    `num_elements`: flat sizes in forward order. With `tier` host, `ratio` of all elements goes to the host, to the
+    element: the group on the border is split. The next forward needs the first groups first, so they stay.
+    """
+    if tier is Tier.DEVICE:
+        return list(num_elements)
+    budget = sum(num_elements) - round(sum(num_elements) * ratio)
+    placed = []
+    for numel in num_elements:
+        placed.append(min(numel, budget))
+        budget -= placed[-1]
+    return placed
