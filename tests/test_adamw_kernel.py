@@ -402,3 +402,19 @@ def test_missing_and_broken_library_fall_back(
     monkeypatch.setattr(native, "__path__", [str(tmp_path)])
     assert fresh_load() is None
     assert "does not load" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grad_dtype", (torch.float32, torch.bfloat16))
+def test_twin_has_the_same_bits_on_a_gpu(grad_dtype: torch.dtype) -> None:
+    specials = torch.tensor(SPECIALS)
+    for lr, scale, step in product((0.0, 1e-3), (1.0, 0.37), (1, 1000)):
+        state = _state(10**6 + 1, grad_dtype, step)
+        state[3][: len(SPECIALS)] = specials.to(grad_dtype)
+        on_gpu = [t.cuda() for t in state]
+        outs = [torch.zeros(state[0].numel(), dtype=torch.bfloat16, device=device) for device in ("cpu", "cuda")]
+        hyper = _hyper(lr=lr, grad_scale=scale, step=step)
+        adamw_step_(*state, outs[0], hyper)
+        adamw_step_(*on_gpu, outs[1], hyper)
+        for got, expected in zip([*on_gpu, outs[1]], [*state, outs[0]], strict=True):
+            _assert_same_bits(got.cpu(), expected, f"lr={lr} scale={scale} step={step}")

@@ -1,0 +1,140 @@
+"""How close the native CPU AdamW step comes to the memory bandwidth of this machine.
+
+    python benchmarks/cpu_adamw.py [--params 50000000] [--threads 1,2,4] [--repeats 15] [--out cpu_adamw.json]
+
+For each number of threads the step (bf16 gradient in, bf16 parameter out) and a probe that moves the same bytes with
+next to no arithmetic take turns on the same tensors, so that both see the same machine. GB/s counts 28 bytes a
+parameter: 3 float32 read and written, 2 bytes read, 2 written (what the hardware reads in order to write is not
+counted). `ratio` is the probe's time over the step's, per pair: median and the span of the middle half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from heavylift.offload import native
+from heavylift.offload.adamw import AdamWHyper, adamw_step_
+from heavylift.offload.native import NativeKernel
+
+StepTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+BYTES_PER_PARAM = 3 * 4 * 2 + 2 + 2
+HYPER = AdamWHyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10)
+
+
+def main() -> None:
+    args = _arguments()
+    kernel = native.load()
+    if kernel is None:
+        sys.exit("cpu_adamw: the native kernel is not built; install g++ and install heavylift again")
+    cpus = sorted(os.sched_getaffinity(0))
+    counts = args.threads or _doubling(len(cpus))
+    tensors = _tensors(args.params)
+    print(f"{args.params:,} parameters, {kernel.isa}, {len(cpus)} CPUs allowed, median of {args.repeats} pairs")
+    print(f"{'threads':>7} {'step GB/s':>10} {'probe GB/s':>10} {'ratio':>6} {'middle half':>13} {'Gparam/s':>9}")
+    rows = []
+    for count in counts:
+        row = _measure(kernel, tensors, count, cpus, args.repeats)
+        rows.append(row)
+        span = f"{row['ratio_q1']:.3f}-{row['ratio_q3']:.3f}"
+        print(
+            f"{count:>7} {row['step_gb_per_s']:>10.1f} {row['probe_gb_per_s']:>10.1f} {row['ratio']:>6.3f} {span:>13} "
+            f"{row['gparam_per_s']:>9.3f}"
+        )
+    twin_s = _time(lambda: adamw_step_(*tensors, HYPER))
+    twin = {"threads": torch.get_num_threads(), "gb_per_s": args.params * BYTES_PER_PARAM / twin_s / 1e9}
+    print(f"plain PyTorch twin, {twin['threads']} threads: {twin['gb_per_s']:.1f} GB/s")
+    if args.out:
+        result = {
+            "machine": {"processor": _processor(), "cpus": len(cpus), "isa": kernel.isa, "torch": torch.__version__},
+            "params": args.params,
+            "repeats": args.repeats,
+            "bytes_per_param": BYTES_PER_PARAM,
+            "rows": rows,
+            "twin": twin,
+        }
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=int, default=50_000_000, help="parameters; take many times the last cache")
+    parser.add_argument(
+        "--threads", type=lambda text: [int(x) for x in text.split(",")], help="default: 1, 2, 4 .. all"
+    )
+    parser.add_argument("--repeats", type=int, default=15, help="pairs of step and probe for each number of threads")
+    parser.add_argument("--out", type=Path, help="write the numbers to this JSON file")
+    return parser.parse_args()
+
+
+def _counts(text: str) -> list[int]:
+    return [int(count) for count in text.split(",")]
+
+
+def _doubling(limit: int) -> list[int]:
+    counts = [1]
+    while counts[-1] * 2 < limit:
+        counts.append(counts[-1] * 2)
+    return counts if counts[-1] == limit else [*counts, limit]
+
+
+def _tensors(n: int) -> StepTensors:
+    """master, exp_avg, exp_avg_sq float32 [n], grad and param_out bfloat16 [n]."""
+    torch.manual_seed(0)
+    master, grad = torch.randn(n), torch.randn(n).bfloat16()
+    return master, torch.zeros(n), torch.zeros(n), grad, torch.zeros(n, dtype=torch.bfloat16)
+
+
+def _measure(
+    kernel: NativeKernel, tensors: StepTensors, num_threads: int, cpus: list[int], repeats: int
+) -> dict[str, float]:
+    n = tensors[0].numel()
+    pinned = [cpus[t % len(cpus)] for t in range(num_threads)]
+    # the probe adds the gradient over and over: on copies, or the step would soon compute with large numbers
+    a, b, c, source, out = (t.clone() for t in tensors)
+    with kernel.pool(num_threads, pinned) as pool:
+        step_s, probe_s = [], []
+        for repeat in range(repeats + 1):
+            step = _time(lambda: kernel.adamw_step_(pool, *tensors, HYPER))
+            probe = _time(lambda: kernel.bandwidth_probe(pool, a, b, c, source, out))
+            if repeat > 0:  # the first pair meets cold pages
+                step_s.append(step)
+                probe_s.append(probe)
+    ratios = [probe / step for probe, step in zip(probe_s, step_s, strict=True)]
+    q1, median, q3 = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return {
+        "threads": num_threads,
+        "step_gb_per_s": n * BYTES_PER_PARAM / statistics.median(step_s) / 1e9,
+        "probe_gb_per_s": n * BYTES_PER_PARAM / statistics.median(probe_s) / 1e9,
+        "gparam_per_s": n / statistics.median(step_s) / 1e9,
+        "ratio": median,
+        "ratio_q1": q1,
+        "ratio_q3": q3,
+    }
+
+
+def _time(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    main()
