@@ -13,7 +13,6 @@ weights must stay in one group (torch 2.13 raises, 2.11 silently unties them), s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +27,8 @@ class GatherGroup:
     """The parameters that FSDP2 gathers together, in the order in which the model owns them."""
 
     name: str
-    module: FSDPModule
+    module: nn.Module
+    """An `FSDPModule`: `fully_shard` has been called on it."""
     params: tuple[tuple[str, nn.Parameter], ...]
 
 
@@ -41,15 +41,12 @@ class ShardedModel:
     stage: int
     mesh: DeviceMesh
 
-    def fsdp_modules(self) -> Iterator[FSDPModule]:
-        """The modules that `fully_shard` was called on."""
-        return (group.module for group in self.groups)
-
     def set_last_micro_batch(self, is_last: bool) -> None:
         """Stages 0 and 1 reduce gradients and reshard parameters in the last micro-batch of a step only."""
         if self.stage > 1:
             return
-        root = self.groups[-1].module
+        root = self.module
+        assert isinstance(root, FSDPModule)
         root.set_requires_gradient_sync(is_last)
         root.set_reshard_after_backward(is_last)
 
@@ -74,7 +71,7 @@ def shard_model(model: nn.Module, stage: int, mesh: DeviceMesh) -> ShardedModel:
     assert stage in (0, 1, 2, 3), f"{stage=}"
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     names = {module: name for name, module in model.named_modules()}
-    modules = [*_layers(model), *_separate_ends(model)]
+    modules = [*layers_of(model), *_separate_ends(model)]
     groups: list[GatherGroup] = []
     owned: set[nn.Parameter] = set()
     for module in [*modules, model]:
@@ -96,7 +93,7 @@ def _in_forward_order(groups: list[GatherGroup]) -> tuple[GatherGroup, ...]:
     return (*embedding, *(g for g in groups if g not in embedding))
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def layers_of(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks: those that Hugging Face says must not be split, else the largest `ModuleList`."""
     no_split = set(getattr(model, "_no_split_modules", None) or ())
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]

@@ -92,7 +92,7 @@ def _write_file(folder: Path, file: ShardFile, dtype: torch.dtype, rank: int) ->
     error: OSError | None = None
     try:
         if writes:
-            stream = open(folder / file.name, "wb")  # noqa: SIM115 (closed below, also when a gather fails)
+            stream = open(folder / file.name, "wb")
             stream.write(_header(file.tensors, dtype))
     except OSError as caught:
         error = caught
@@ -100,7 +100,7 @@ def _write_file(folder: Path, file: ShardFile, dtype: torch.dtype, rank: int) ->
     for _, tensor in iterate_whole(iter(file.tensors), dtype):
         if writes and error is None and stream is not None:
             try:
-                stream.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+                stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
             except OSError as caught:
                 error = caught
     try:

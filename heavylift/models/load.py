@@ -120,7 +120,7 @@ def local_slice(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.detach().to_local(), tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
+    return tensor.to_local().detach(), tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -17,7 +17,7 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _adamw_kernel(
+def _adamw_kernel(  # type: ignore[no-untyped-def]  # Triton's compiler reads this signature, not Python's types
     master_ptr,
     exp_avg_ptr,
     exp_avg_sq_ptr,

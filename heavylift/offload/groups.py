@@ -81,8 +81,7 @@ class Group:
         first = grads[0]
         if first is None or first.dtype != self.dtype:
             return None
-        storage = first.untyped_storage()
-        offset = first.storage_offset()
+        storage, offset = first.untyped_storage(), int(first.storage_offset())
         for segment, grad in zip(self.segments, grads, strict=True):
             if grad is None or not grad.is_contiguous():
                 return None
@@ -91,7 +90,7 @@ class Group:
                 return None
         if storage.nbytes() < (offset + self.numel) * self.dtype.itemsize:
             return None
-        return torch.empty(0, dtype=self.dtype, device=first.device).set_(storage, offset, (self.numel,))
+        return torch.empty(0, dtype=self.dtype, device=first.device).set_(storage, offset, (self.numel,), (1,))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -86,7 +86,8 @@ def allocate_parts(
                     torch.zeros(stop - start, dtype=torch.float32, device=group.device) for _ in range(num_tensors)
                 ]
                 usage.device_bytes += num_tensors * (stop - start) * 4
-            part = Part(group, tier, start, stop, *tensors[:3], tensors[3] if accumulate else None)
+            master, exp_avg, exp_avg_sq, *rest = tensors
+            part = Part(group, tier, start, stop, master, exp_avg, exp_avg_sq, rest[0] if accumulate else None)
             # touch every page now: memory that is not there must fail before training, not at the first step
             for tensor in tensors:
                 tensor.zero_()

@@ -35,7 +35,7 @@ class HostSlab:
 
         Raises MemoryError when the mapping or the page-locking is refused.
         """
-        self.num_bytes = max(PAGE_BYTES, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
+        self.num_bytes = whole_pages(num_bytes)
         self._used_bytes = 0
         self._pinned = pinned
         try:
@@ -74,6 +74,11 @@ class HostSlab:
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
             self._pinned = False
+
+
+def whole_pages(num_bytes: int) -> int:
+    """Bytes that a slab of `num_bytes` really takes: whole pages, at least one."""
+    return max(PAGE_BYTES, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
 
 
 def aligned_bytes(numel: int, dtype: torch.dtype) -> int:

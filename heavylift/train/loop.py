@@ -1,0 +1,180 @@
+"""The training loop: step, report, evaluate; at the end the model folder and the loss picture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from heavylift.checkpoint.huggingface import save_model
+from heavylift.config.recipe import dump_recipe
+from heavylift.config.schema import Tier
+from heavylift.data.batches import Batch
+from heavylift.data.report import report_lines
+from heavylift.engine import StepResult
+from heavylift.train.flops import ModelShape, examples_flops, model_flops
+from heavylift.train.metrics import (
+    EvalMetrics,
+    MetricsWriter,
+    StepMetrics,
+    eval_line,
+    memory_now,
+    read_metrics,
+    step_line,
+)
+from heavylift.train.plot import plot_loss
+from heavylift.train.progress import Progress, RunSummary, banner, end_summary
+from heavylift.train.schedules import build_scheduler
+from heavylift.train.setup import Run
+
+
+def train(run: Run) -> None:
+    """Trains as the recipe says and leaves the run folder: model/, metrics.jsonl, loss.png, config.yaml."""
+    folder = run.recipe.output_dir
+    if run.ranks.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(dump_recipe(run.recipe), encoding="utf-8")
+        for line in report_lines(run.data.samples.report):
+            print(line)
+        print(banner(_summary(run)), flush=True)
+        with MetricsWriter(folder / "metrics.jsonl") as writer, Progress(run.data.num_steps) as progress:
+            _steps(run, Reporter(writer, progress, run.recipe.train.logging_steps))
+    else:
+        _steps(run, None)
+    finish(run, folder)
+
+
+@dataclass
+class Reporter:
+    """Rank 0's mouth: metrics file and screen."""
+
+    writer: MetricsWriter
+    progress: Progress
+    logging_steps: int
+
+    def step(self, metrics: StepMetrics, is_last: bool) -> None:
+        """One optimizer step is done."""
+        self.writer.write(metrics)
+        self.progress.advance()
+        if is_last or metrics.step == 1 or metrics.skipped or metrics.step % self.logging_steps == 0:
+            self.progress.print(step_line(metrics))
+
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        """One evaluation is done."""
+        self.writer.write(metrics)
+        self.progress.print(eval_line(metrics))
+
+
+def _steps(run: Run, reporter: Reporter | None) -> None:
+    plan, engine = run.data.train, run.engine
+    num_steps = run.data.num_steps
+    scheduler = build_scheduler(engine.optimizer, num_steps, run.recipe.train)
+    shape = ModelShape.from_config(run.hf_config.to_dict(), run.num_params)
+    _evaluate(run, 0, reporter)
+    for step in range(num_steps):
+        start_s = time.perf_counter()
+        batches = plan.micro_batches(step, run.ranks.rank)
+        lr = float(engine.optimizer.param_groups[0]["lr"])
+        result = engine.train_step(batches, plan.num_trained_tokens(step))
+        scheduler.step()
+        step_s = time.perf_counter() - start_s
+        memory = _memory_over_ranks(run)
+        if reporter is not None:
+            reporter.step(_metrics(run, shape, step, batches, result, lr, step_s, memory), step == num_steps - 1)
+        every = run.recipe.train.eval_steps
+        if step == num_steps - 1 or (every is not None and (step + 1) % every == 0):
+            _evaluate(run, step + 1, reporter)
+
+
+def _metrics(
+    run: Run,
+    shape: ModelShape,
+    step: int,
+    batches: Sequence[Batch],
+    result: StepResult,
+    lr: float,
+    step_s: float,
+    memory: tuple[float, float],
+) -> StepMetrics:
+    plan = run.data.train
+    recompute = run.recipe.train.gradient_checkpointing
+    counted = sum(
+        examples_flops(
+            run.num_params, shape.num_layers, shape.hidden, b.input_ids.shape[1], b.input_ids.shape[0], recompute
+        )
+        for b in batches
+    )
+    needed = model_flops(shape, plan.samples.lengths[plan.sample_ids(step)].tolist()) / run.ranks.world_size
+    return StepMetrics(
+        step=step + 1,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        lr=lr,
+        step_s=step_s,
+        tokens=plan.num_tokens(step),
+        tokens_per_s=plan.num_tokens(step) / step_s,
+        tflops=counted / step_s / 1e12,
+        model_tflops=needed / step_s / 1e12,
+        mem_device_gib=memory[0],
+        mem_host_gib=memory[1],
+    )
+
+
+def _evaluate(run: Run, step: int, reporter: Reporter | None) -> None:
+    plan = run.data.evaluation
+    if plan is None:
+        return
+    batches = (batch for k in range(plan.steps_per_epoch) for batch in plan.micro_batches(k, run.ranks.rank))
+    num_trained = sum(plan.num_trained_tokens(k) for k in range(plan.steps_per_epoch))
+    loss = run.engine.evaluate(batches, num_trained)
+    if reporter is not None:
+        reporter.evaluation(EvalMetrics(step, loss))
+
+
+def _memory_over_ranks(run: Run) -> tuple[float, float]:
+    """(device GiB of the process that has most, host GiB of all processes)."""
+    device_gib, host_gib = memory_now()
+    largest = torch.tensor(device_gib, device=run.ranks.device)
+    total = torch.tensor(host_gib, device=run.ranks.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(total)
+    return float(largest), float(total)
+
+
+def _summary(run: Run) -> RunSummary:
+    recipe = run.recipe
+    return RunSummary(
+        model=recipe.model.model_name_or_path,
+        num_params=run.num_params,
+        num_trainable_params=run.num_trainable_params,
+        param_dtype=str(run.dtype).removeprefix("torch."),
+        master_dtype="float32",
+        micro_batch=recipe.train.per_device_train_batch_size,
+        accumulation_steps=recipe.train.gradient_accumulation_steps,
+        num_ranks=run.ranks.world_size,
+        num_steps=run.data.num_steps,
+        zero_stage=recipe.engine.zero_stage,
+        optimizer_tier=recipe.engine.offload_optimizer,
+        host_ratio=recipe.engine.ratio,
+        planned_bytes={Tier.DEVICE: run.plan.device_bytes, Tier.HOST: run.plan.host_bytes},
+    )
+
+
+def finish(run: Run, folder: Path) -> None:
+    """Saves the model and the picture, says how it went. A collective."""
+    run.engine.optimizer.synchronize()
+    save_model(
+        run.engine.module,
+        folder / "model",
+        hf_config=run.hf_config,
+        tokenizer=run.tokenizer,
+        dtype=run.recipe.export.dtype,
+        max_shard_bytes=run.recipe.export.max_shard_bytes,
+    )
+    if run.ranks.rank == 0:
+        plot_loss(folder / "metrics.jsonl", folder / "loss.png")
+        print(end_summary(read_metrics(folder / "metrics.jsonl"), str(folder / "model")), flush=True)

@@ -1,0 +1,222 @@
+"""Everything a run needs, built in order: config -> data -> process group -> model -> plan -> weights -> optimizer.
+
+What can fail cheaply comes first: tokenising before the process group exists, the plan before the weights.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from heavylift.config.model_folder import resolve_model_folder, resolve_tokenizer_folder
+from heavylift.config.schema import Recipe, TrainConfig
+from heavylift.data.batches import BatchPlan, evaluation_plan
+from heavylift.data.samples import SampleSet
+from heavylift.data.tokenise import load_samples
+from heavylift.engine import Engine, build_optimizer, parameter_groups
+from heavylift.errors import UserError
+from heavylift.launch.cores import split_cores, threads_per_rank
+from heavylift.memory.machine import measure
+from heavylift.memory.plan import MemoryPlan, check_plan, make_plan
+from heavylift.models.load import (
+    build_on_meta,
+    check_weights,
+    init_random_weights,
+    load_hf_config,
+    load_weights,
+    materialise,
+    model_max_length,
+    parameter_counts,
+    resolve_dtype,
+)
+from heavylift.offload.groups import make_group, padded_numel
+from heavylift.offload.optimizer import TieredOptions
+from heavylift.sharding import ShardedModel, layers_of, make_mesh, shard_model
+
+PAD_MULTIPLE = {"cpu": 8, "cuda": 64}
+"""Sequences are padded to this: whole tiles of the matrix units, and few different shapes to compile for."""
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+
+    @classmethod
+    def from_environment(cls) -> Ranks:
+        """From the variables that torch's launchers set."""
+        local_rank = int(os.environ["LOCAL_RANK"])
+        device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        world_size = int(os.environ["WORLD_SIZE"])
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        return cls(int(os.environ["RANK"]), world_size, local_rank, local_world_size, device)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Samples and the plans over them."""
+
+    samples: SampleSet
+    train: BatchPlan
+    evaluation: BatchPlan | None
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the loop works with."""
+
+    recipe: Recipe
+    ranks: Ranks
+    data: Data
+    engine: Engine
+    plan: MemoryPlan
+    hf_config: Any
+    tokenizer: Any | None
+    num_params: int
+    num_trainable_params: int
+    dtype: torch.dtype
+
+
+def set_up(recipe: Recipe) -> Run:
+    """Builds the run on this rank. Raises UserError for anything that the user can mend."""
+    ranks = Ranks.from_environment()
+    folder = resolve_model_folder(recipe)
+    hf_config = load_hf_config(folder, recipe.model.trust_remote_code)
+    tokenizer = None if recipe.data.format == "random" else load_tokenizer(recipe)
+    data = load_data(recipe, ranks, hf_config, tokenizer)
+    start_process_group(ranks)
+    dtype = resolve_dtype(recipe.model.dtype, ranks.device.type)
+    model = build_on_meta(hf_config, recipe.model, dtype)
+    if recipe.model.init == "pretrained":
+        check_weights(model, folder)
+    num_params, num_trainable = parameter_counts(model)
+    prepare_layers(model, recipe.train, ranks.device)
+    sharded = shard_model(model, recipe.engine.zero_stage, make_mesh(recipe.engine.zero_stage, ranks.device.type))
+    options = tiered_options(recipe, ranks)
+    plan = plan_memory(sharded, options, dtype)
+    check_plan(plan, measure(ranks.device), ranks.local_world_size, options)
+    materialise(model, ranks.device)
+    if recipe.model.init == "pretrained":
+        load_weights(model, folder)
+    else:
+        init_random_weights(model, float(getattr(hf_config, "initializer_range", 0.02)), recipe.train.seed)
+    train = recipe.train
+    optimizer = build_optimizer(
+        sharded,
+        parameter_groups(model, train.weight_decay),
+        options,
+        lr=train.learning_rate,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_epsilon,
+    )
+    engine = Engine(sharded, optimizer, ranks.device)
+    return Run(recipe, ranks, data, engine, plan, hf_config, tokenizer, num_params, num_trainable, dtype)
+
+
+def load_tokenizer(recipe: Recipe) -> Any:
+    """The tokenizer of the recipe. Raises UserError when transformers cannot open it."""
+    from transformers import AutoTokenizer
+
+    folder = resolve_tokenizer_folder(recipe)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=recipe.model.trust_remote_code)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{folder}: transformers cannot open this tokenizer: {reason}") from None
+
+
+def load_data(recipe: Recipe, ranks: Ranks, hf_config: Any, tokenizer: Any | None) -> Data:
+    """Tokenised samples, split, with the plan of every step."""
+
+    def loader() -> Any:
+        return tokenizer
+
+    cache_dir = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "heavylift" / "tokens"
+    samples = load_samples(
+        recipe, loader, cache_dir, model_max_length(hf_config), getattr(hf_config, "vocab_size", None)
+    )
+    train_samples, val_samples = samples.split(recipe.data.val_size, recipe.train.seed)
+    train = recipe.train
+    multiple = PAD_MULTIPLE[ranks.device.type]
+    plan = BatchPlan(
+        train_samples,
+        train.per_device_train_batch_size,
+        train.gradient_accumulation_steps,
+        ranks.world_size,
+        train.seed,
+        multiple,
+    )
+    evaluation = None
+    if len(val_samples) > 0:
+        size = train.per_device_eval_batch_size or train.per_device_train_batch_size
+        evaluation = evaluation_plan(val_samples, size, ranks.world_size, multiple)
+    return Data(samples, plan, evaluation, plan.num_steps(train.num_train_epochs, train.max_steps))
+
+
+def start_process_group(ranks: Ranks) -> None:
+    """Gloo on CPUs, NCCL on GPUs (with gloo beside it for objects on the CPU)."""
+    torch.set_num_threads(threads_per_rank(ranks.local_world_size))
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=COLLECTIVE_TIMEOUT, device_id=ranks.device)
+    else:
+        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+
+
+def prepare_layers(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
+    """Activation checkpointing and compilation, both of which must be there before `fully_shard`."""
+    if config.gradient_checkpointing:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise UserError(
+                f"train.gradient_checkpointing: {type(model).__name__} does not support it; set it to false"
+            )
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    compiles = device.type == "cuda" if config.compile == "auto" else config.compile
+    if compiles:
+        for layer in layers_of(model):
+            layer.compile(fullgraph=True)
+
+
+def tiered_options(recipe: Recipe, ranks: Ranks) -> TieredOptions:
+    """The optimizer's options of a recipe, with this rank's cores."""
+    cores = split_cores(ranks.local_rank, ranks.local_world_size)
+    threads = recipe.engine.cpu_threads
+    if threads != "auto":
+        # more threads than cores of its own: let the system place them
+        cores = cores[:threads] if threads <= len(cores) else []
+    return TieredOptions(
+        tier=recipe.engine.offload_optimizer,
+        ratio=recipe.engine.ratio,
+        accumulate=recipe.train.gradient_accumulation_steps > 1,
+        max_grad_norm=recipe.train.max_grad_norm,
+        num_threads=len(cores) if threads == "auto" else threads,
+        cpu_ids=tuple(cores) or None,
+        native=recipe.engine.native_kernel,
+    )
+
+
+def plan_memory(sharded: ShardedModel, options: TieredOptions, dtype: torch.dtype) -> MemoryPlan:
+    """The memory plan of a sharded model that may still be on meta."""
+    groups = [make_group(g.name, g.params, g.module) for g in sharded.groups]
+    return make_plan(
+        [group for group in groups if group is not None],
+        [sum(p.numel() for _, p in g.params) for g in sharded.groups],
+        sum(padded_numel(p) for g in sharded.groups for _, p in g.params),
+        options,
+        stage=sharded.stage,
+        dtype=dtype,
+    )

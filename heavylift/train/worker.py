@@ -1,0 +1,59 @@
+"""One rank of a run: `python -m heavylift.train.worker RESOLVED_RECIPE.yaml`, started by the launcher or torchrun.
+
+A user error is printed once, by rank 0, and every rank exits with 2; one that only another rank met is printed there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from heavylift.config.recipe import load_recipe
+from heavylift.errors import EXIT_USER_ERROR, UserError
+
+_RANK_0_SPEAKS_FIRST_S = 3.0
+
+
+def main(argv: Sequence[str]) -> None:
+    """Trains as the recipe at `argv[0]` says."""
+    _quiet_libraries()
+    # after the quick part: these import torch and transformers
+    import torch.distributed as dist
+
+    from heavylift.train.loop import train
+    from heavylift.train.setup import set_up
+
+    try:
+        run = set_up(load_recipe(argv[0]))
+        train(run)
+        run.engine.optimizer.close()
+    finally:
+        if dist.is_initialized() and sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+def _quiet_libraries() -> None:
+    """One voice on the screen: rank 0's. Libraries speak only of errors, other ranks of nothing less."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.basicConfig(
+        level=logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.ERROR,
+        format="%(levelname)s: %(message)s",
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(_RANK_0_SPEAKS_FIRST_S)  # the launcher ends this rank as soon as rank 0 has spoken
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_USER_ERROR)
