@@ -228,3 +228,38 @@ def test_answer_that_the_template_swallows_has_no_trained_token():
     template = CHATML.replace("{{ message['content'] }}<|im_end|>\n", "{{ message['content'].split('</think>')[-1] }}")
     ids, trained = render(make_tokenizer(template), chat("q", "hm</think>"), False)
     assert ids and not any(trained)
+
+
+SPACED = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_prompt_that_ends_in_a_space_is_kept_apart_from_the_answer():
+    tokenizer = make_tokenizer(SPACED)
+    joined = tokenizer("assistant: and", add_special_tokens=False)["input_ids"]
+    prompt = tokenizer("assistant: ", add_special_tokens=False)["input_ids"]
+    assert joined[: len(prompt)] != prompt, "this tokenizer does not have the problem that it is here for"
+    ids, trained = render(tokenizer, chat("q", "and"), False)
+    assert decode_trained(tokenizer, ids, trained) == "and<|im_end|>"
+    assert ids[: trained.index(True)][-len(prompt) :] == prompt
+
+
+def test_token_over_the_edge_is_trained_where_the_text_cannot_be_divided():
+    # tokenising "and" for itself would put a second space before it, so the token "▁and" stays whole
+    pieces = ["<unk>", "<|im_end|>", "▁", *sorted(set("".join(TEXT)) - {" "}), "an", "and", "▁and"]
+    core = Tokenizer(
+        models.BPE(
+            vocab={p: i for i, p in enumerate(pieces)},
+            merges=[("a", "n"), ("an", "d"), ("▁", "and")],
+            unk_token="<unk>",
+        )
+    )
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    core.decoder = decoders.Metaspace(prepend_scheme="always")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=SPACED)
+    ids, trained = render(tokenizer, chat("q", "and"), False)
+    marked = [t for t, mark in zip(ids, trained, strict=True) if mark]
+    assert tokenizer.convert_ids_to_tokens(marked) == ["▁and", "<|im_end|>"]
+    assert ids == tokenizer("user: q<|im_end|>\nassistant: and<|im_end|>\n", add_special_tokens=False)["input_ids"]
