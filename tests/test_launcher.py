@@ -32,8 +32,9 @@ with open(f"{folder}/rank{rank}.tmp", "w") as file:
 os.rename(f"{folder}/rank{rank}.tmp", f"{folder}/rank{rank}")
 if how == "user":
     if rank == 0:
-        time.sleep(1)  # another rank is done first
         print("error: this is wrong", file=sys.stderr)
+    else:
+        time.sleep(3)
     sys.exit(2)
 if how == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)

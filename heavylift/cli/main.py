@@ -77,6 +77,9 @@ def generate(
     """Ask a model a question: heavylift generate runs/demo/model "How do I boil an egg?" """
     from heavylift.cli.generate import run_generate
 
+    # there is nothing to tidy up, and Python may swallow a KeyboardInterrupt that falls into an import
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
+
     def answer() -> int:
         print(run_generate(model, prompt, max_new_tokens, tokenizer, chat_template, trust_remote_code))
         return 0

@@ -34,16 +34,17 @@ def check(recipe: Recipe, nproc: int | None = None, owns_output_dir: bool = True
     `owns_output_dir`: False on the ranks of a run started elsewhere that do not write the run folder.
     """
     found = _Problems()
+    if owns_output_dir:
+        found.of(lambda: check_output_dir(recipe))
+    writes_here = owns_output_dir and not found.problems
     folder = found.of(lambda: resolve_model_folder(recipe))
     if folder:
-        _check_model(recipe, folder, found, owns_output_dir)
+        _check_model(recipe, folder, found, writes_here)
     if recipe.data.format != "random" or recipe.eval.sample_prompt is not None:
         _check_tokenizer(recipe, folder, found)
     num_samples = found.of(lambda: _count_samples(recipe)) or 0
     if num_samples and nproc is not None:
         found.of(lambda: check_processes(recipe, num_samples, nproc))
-    if owns_output_dir:
-        found.of(lambda: check_output_dir(recipe))
     if found.problems:
         raise UserError(*dict.fromkeys(found.problems))  # once each: model and tokenizer may share a folder
     return num_samples
@@ -75,13 +76,13 @@ class _Problems:
             return None
 
 
-def _check_model(recipe: Recipe, folder: Path, found: _Problems, owns_output_dir: bool) -> None:
+def _check_model(recipe: Recipe, folder: Path, found: _Problems, writes_here: bool) -> None:
     config = found.of(lambda: read_config(folder, "model.model_name_or_path"))
     if config:
         found.of(lambda: _check_length(recipe, config, folder))
     if recipe.model.init == "pretrained":
         weights = found.of(lambda: read_weights(folder))
-        if weights and owns_output_dir:
+        if weights and writes_here:
             found.of(lambda: _check_disk(recipe, weights.num_params))
 
 

@@ -11,14 +11,9 @@ import os
 import runpy
 import signal
 import sys
-import time
-
-from heavylift.errors import EXIT_USER_ERROR
 
 PARENT_VARIABLE = "HEAVYLIFT_LAUNCHER_PID"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# rank 0 prints what is wrong; the first rank to exit makes the launcher end the rest, so that must not be another
-_SPEAKER_FIRST_S = 3.0
 
 
 def die_with_launcher() -> None:
@@ -37,10 +32,6 @@ def main() -> None:
     del sys.argv[0]
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        if end.code == EXIT_USER_ERROR and os.environ.get("RANK", "0") != "0":
-            time.sleep(_SPEAKER_FIRST_S)
-        raise
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
