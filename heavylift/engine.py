@@ -101,6 +101,7 @@ class Engine:
         with attention_kernels(self.device):
             for batch in batches:
                 loss_sum += self._loss_sum(batch)
+        self.sharded.reshard()
         dist.all_reduce(loss_sum)
         return float(loss_sum) / num_trained_tokens
 

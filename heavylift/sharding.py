@@ -41,6 +41,13 @@ class ShardedModel:
     stage: int
     mesh: DeviceMesh
 
+    def reshard(self) -> None:
+        """Frees gathered parameters. A forward without backward leaves groups gathered that are not resharded in
+        forward (the root; below stage 3 all), and the parameters of the module are then not the shards."""
+        for group in self.groups:
+            assert isinstance(group.module, FSDPModule)
+            group.module.reshard()
+
     def set_last_micro_batch(self, is_last: bool) -> None:
         """Stages 0 and 1 reduce gradients and reshard parameters in the last micro-batch of a step only."""
         if self.stage > 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich import print as rich_print
 
 from heavylift.checkpoint.huggingface import save_model
 from heavylift.config.recipe import dump_recipe
@@ -39,7 +40,7 @@ def train(run: Run) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump_recipe(run.recipe), encoding="utf-8")
         for line in report_lines(run.data.samples.report):
-            print(line)
+            rich_print(line)
         print(banner(_summary(run)), flush=True)
         with MetricsWriter(folder / "metrics.jsonl") as writer, Progress(run.data.num_steps) as progress:
             _steps(run, Reporter(writer, progress, run.recipe.train.logging_steps))

@@ -198,8 +198,8 @@ def _check_disjoint(*tensors: Tensor) -> None:
 @functools.cache
 def load() -> NativeKernel | None:
     """The kernel, loaded once per process; None, with the reason logged, when it was not built or does not load."""
-    # an editable install keeps sources and compiled files apart: the package's search path names both
-    folders = dict.fromkeys([Path(__file__).parent, *map(Path, __path__)])
+    # the search path, not __file__: an editable install keeps the compiled file apart from the sources
+    folders = [Path(folder) for folder in __path__]
     paths = [folder / LIBRARY_NAME for folder in folders if (folder / LIBRARY_NAME).is_file()]
     if not paths:
         _log.warning(

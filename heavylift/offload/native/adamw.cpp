@@ -62,6 +62,7 @@ struct AdamWJob {
   float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, bias2_sqrt, eps, neg_step_size;
 };
 
+// Streaming stores for `out` were tried and left out: 1 to 5% faster on a 16-core Xeon, 9% slower on one Zen 4 core.
 // Factors of 1 need no branch: x * 1.0f is x. `Update` false (lr 0) leaves the master alone, also -0.0.
 template <class Grad, class Out, bool Update>
 HL_INLINE void adamw_body(const AdamWJob &job, int64_t begin, int64_t end) {
