@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,9 +63,24 @@ class GatedAllGather(DefaultAllGather):
         return super().allocate(size, dtype=dtype, device=device)
 
 
-def install_gate(module: nn.Module, gate: Gate) -> None:
-    """Puts `gate` in front of every read of the shards that `module` gathers. Call after `fully_shard`."""
-    if isinstance(module, FSDPModule):
+def install_gate(module: nn.Module, gate: Gate, num_shards: int) -> None:
+    """Puts `gate` in front of every read of the shards that `module` gathers.
+
+    Call after `fully_shard` (and after `module.compile()`). `num_shards`: ranks that the parameters are sharded over.
+    """
+    if num_shards > 1:
+        assert isinstance(module, FSDPModule), f"{type(module)} is not under fully_shard"
         module.set_custom_all_gather(GatedAllGather(gate))
-    # prepend: before FSDP2's own pre-hook, which at one shard reads the shard itself
-    module.register_forward_pre_hook(lambda *_: gate.wait(), prepend=True)
+        return
+    compiled = module._compiled_call_impl
+    if compiled is None:
+        # prepend: before FSDP2's own pre-hook, which at one shard reads the shard itself
+        module.register_forward_pre_hook(lambda *_: gate.wait(), prepend=True)
+        return
+
+    # `module.compile()` traces the pre-hooks too, and a gate is nothing to trace: stand in front of the compiled call
+    def gated(*args: Any, **kwargs: Any) -> Any:
+        gate.wait()
+        return compiled(*args, **kwargs)
+
+    module._compiled_call_impl = gated

@@ -103,10 +103,14 @@ def padded_numel(param: torch.Tensor) -> int:
     """Elements that FSDP2 lays out for a parameter on each rank: dim 0 rounded up to the number of shards."""
     if not isinstance(param, DTensor) or param.ndim == 0:
         return param.numel()
-    num_shards = math.prod(
-        param.device_mesh.size(axis) for axis, p in enumerate(param.placements) if isinstance(p, Shard)
-    )
-    return -(-param.shape[0] // num_shards) * math.prod(param.shape[1:])
+    return -(-param.shape[0] // num_shards(param)) * math.prod(param.shape[1:])
+
+
+def num_shards(param: torch.Tensor) -> int:
+    """Ranks that a parameter is sharded over."""
+    if not isinstance(param, DTensor):
+        return 1
+    return math.prod(param.device_mesh.size(axis) for axis, p in enumerate(param.placements) if isinstance(p, Shard))
 
 
 def make_group(name: str, params: Iterable[tuple[str, nn.Parameter]], module: nn.Module | None = None) -> Group | None:

@@ -22,7 +22,7 @@ from heavylift.config.schema import Tier
 from heavylift.offload.adamw import AdamWHyper
 from heavylift.offload.gates import install_gate
 from heavylift.offload.gradients import GradientAccumulation, global_norm, shard_process_groups
-from heavylift.offload.groups import Group, Segment, plain_groups
+from heavylift.offload.groups import Group, Segment, num_shards, plain_groups
 from heavylift.offload.kernels import device_kernel, host_kernel
 from heavylift.offload.staging import Slot, StagingRing
 from heavylift.offload.state_dict import load_optimizer_state, optimizer_state_dict
@@ -109,7 +109,7 @@ class TieredAdamW(torch.optim.Optimizer):
         self._d2h_stream, self._h2d_stream = _side_streams(device)
         for group in self.groups:
             if group.module is not None:
-                install_gate(group.module, group.gate)
+                install_gate(group.module, group.gate, num_shards(group.segments[0].param))
         self._accumulation = (
             GradientAccumulation(self.groups, self.parts, self._host, self._device, self._ring)
             if options.accumulate

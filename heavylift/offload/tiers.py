@@ -7,6 +7,7 @@ anonymous mapping of exactly the bytes asked for (rounded to pages), page-locked
 from __future__ import annotations
 
 import mmap
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,25 @@ class TierUsage:
     """Part of `host_bytes` that is page-locked."""
 
 
+class _Mapping(mmap.mmap):
+    """Anonymous memory that is unlocked before it is unmapped. Tensors that point into it keep it alive.
+
+    A page-locked range that is unmapped first stays in CUDA's books: the next mapping at that address then cannot be
+    page-locked, or, worse, copies still go to the old pages.
+    """
+
+    registered_address: int | None = None
+
+    def unregister(self) -> None:
+        """Unlocks the pages, once."""
+        if self.registered_address is not None and not sys.is_finalizing():
+            torch.cuda.cudart().cudaHostUnregister(self.registered_address)
+        self.registered_address = None
+
+    def __del__(self) -> None:
+        self.unregister()
+
+
 class HostSlab:
     """One contiguous block of host memory, handed out front to back, freed as a whole."""
 
@@ -37,9 +57,8 @@ class HostSlab:
         """
         self.num_bytes = whole_pages(num_bytes)
         self._used_bytes = 0
-        self._pinned = pinned
         try:
-            self._map = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map = _Mapping(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"the host refused a mapping of {self.num_bytes / 2**30:.2f} GiB: {error}") from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -58,6 +77,7 @@ class HostSlab:
                     f"page-locking {self.num_bytes / 2**30:.2f} GiB of host memory failed (CUDA error {int(status)}); "
                     "raise the locked-memory limit (ulimit -l)"
                 )
+            self._map.registered_address = self._bytes.data_ptr()
         usage.host_bytes += self.num_bytes
         usage.pinned_bytes += self.num_bytes if pinned else 0
 
@@ -71,9 +91,7 @@ class HostSlab:
 
     def close(self) -> None:
         """Unlocks the pages. The mapping itself lives as long as tensors point into it."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
-            self._pinned = False
+        self._map.unregister()
 
 
 def whole_pages(num_bytes: int) -> int:
