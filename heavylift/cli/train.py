@@ -130,13 +130,13 @@ def _answer(recipe: Recipe, question: str, model: Path) -> str:
 
 
 def _print_end(recipe: Recipe, model: Path) -> None:
-    """Where the model is, and two commands to go on with."""
+    """Two commands to go on with (the summary above says where the model is)."""
     question = recipe.eval.sample_prompt or "What is the capital of France?"
     again = [
         str(recipe.output_dir / "config.yaml"),
         f"train.output_dir={recipe.output_dir}-2",
         f"train.learning_rate={recipe.train.learning_rate / 2:g}",
     ]
-    print(f"\nmodel: {model}\nnext:")
+    print("\nnext:")
     print(f"  heavylift generate {shlex.quote(str(model))} {shlex.quote(question)}")
     print(f"  heavylift train {shlex.join(again)}")
