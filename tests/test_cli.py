@@ -118,9 +118,12 @@ def test_interrupted(tiny_llama_dir: Path) -> None:
     command = [*heavylift_command(), "generate", str(tiny_llama_dir), "Tide?", "--max-new-tokens", "1000000"]
     process = subprocess.Popen(command, env=command_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     maps = Path(f"/proc/{process.pid}/maps")
-    while process.poll() is None and "libtorch_cpu" not in maps.read_text():
-        time.sleep(0.01)  # until it is in the middle of its imports
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    try:
+        while process.poll() is None and "libtorch_cpu" not in maps.read_text():
+            time.sleep(0.01)  # until it is in the middle of its imports
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
