@@ -30,8 +30,8 @@ class Segment:
     """Elements of the shard on this rank, without padding; 0 on ranks that got nothing."""
     num_steps: int = 0
     """Optimizer steps that this parameter has taken: it takes none when it has no gradient (as torch.optim does)."""
-    seen: tuple[int, int] | None = None
-    """Address and version of the shard when the optimizer last agreed with it; else the master is read anew."""
+    seen: tuple[int, int, int] | None = None
+    """Address and versions of the shard when the optimizer last agreed with it; else the master is read anew."""
 
     @property
     def stop(self) -> int:
@@ -46,9 +46,13 @@ class Segment:
         """The optimizer's master agrees with the shard as it is now."""
         self.seen = self._fingerprint()
 
-    def _fingerprint(self) -> tuple[int, int]:
-        shard = self.shard()
-        return shard.data_ptr(), shard._version
+    def _fingerprint(self) -> tuple[int, int, int]:
+        # two counters: `param.copy_(...)` moves that of the DTensor, a write into `param.to_local()` that of the shard,
+        # and a detached DTensor (`local_tensor`) hides the latter. Writes through `.data` move neither, as in autograd
+        param = self.param
+        with torch.no_grad():  # with gradients `to_local` returns a view
+            shard = param.to_local() if isinstance(param, DTensor) else param
+        return shard.data_ptr(), param._version, shard._version
 
     def shard(self) -> torch.Tensor:
         """The shard's values, flat [numel], a view. Looked up each time: FSDP2 may re-allocate it until first use."""
@@ -73,7 +77,25 @@ class Group:
     device: torch.device
     module: nn.Module | None = None
     """The FSDP2 module that gathers the group, None for plain parameters."""
-    gate: Gate = field(default_factory=Gate)
+    gate: Gate = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gate = Gate(self._mark_seen)
+
+    def _mark_seen(self) -> None:
+        for segment in self.segments:
+            segment.mark_seen()
+
+    def grads(self) -> torch.Tensor:
+        """The group's gradients, flat [numel]: without a copy where they lie so; zeros where there is none."""
+        flat = self.flat_grad()
+        if flat is None:
+            flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+            for segment in self.segments:
+                grad = segment.grad()
+                if grad is not None:
+                    flat[segment.start : segment.stop] = grad
+        return flat
 
     def flat_grad(self) -> torch.Tensor | None:
         """All gradients of the group as one tensor [numel] without a copy, or None when they do not lie so."""
