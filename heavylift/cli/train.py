@@ -138,5 +138,6 @@ def _print_end(recipe: Recipe, model: Path) -> None:
         f"train.learning_rate={recipe.train.learning_rate / 2:g}",
     ]
     print("\nnext:")
-    print(f"  heavylift generate {shlex.quote(str(model))} {shlex.quote(question)}")
+    if recipe.export.save and recipe.data.format != "random":
+        print(f"  heavylift generate {shlex.quote(str(model))} {shlex.quote(question)}")
     print(f"  heavylift train {shlex.join(again)}")

@@ -83,7 +83,7 @@ def _check_model(recipe: Recipe, folder: Path, found: _Problems, writes_here: bo
     if recipe.model.init == "pretrained":
         weights = found.of(lambda: read_weights(folder))
         if weights and writes_here:
-            found.of(lambda: _check_disk(recipe, weights.num_params))
+            found.of(lambda: check_disk(recipe, weights.num_params))
 
 
 def _check_length(recipe: Recipe, config: dict[str, Any], folder: Path) -> None:
@@ -95,7 +95,10 @@ def _check_length(recipe: Recipe, config: dict[str, Any], folder: Path) -> None:
         )
 
 
-def _check_disk(recipe: Recipe, num_params: int) -> None:
+def check_disk(recipe: Recipe, num_params: int) -> None:
+    """Raises UserError when the model folder of `num_params` parameters will not fit the disk."""
+    if not recipe.export.save:
+        return
     needed = num_params * _DTYPE_BYTES[recipe.export.dtype] + _EXPORT_MARGIN_BYTES
     parent = nearest_parent(recipe.output_dir)
     free = shutil.disk_usage(parent).free

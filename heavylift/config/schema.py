@@ -22,6 +22,21 @@ class Tier(StrEnum):
     HOST = "host"
 
 
+class Schedule(StrEnum):
+    """When the optimizer step of the host tier runs. All are exact but for the stated bound of `speculative`."""
+
+    AUTO = "auto"
+    """`speculative` while clipping does not strike, `deferred` while it does or gradients are accumulated."""
+    SYNCHRONOUS = "synchronous"
+    """After backward, before step() returns: the specification."""
+    IMMEDIATE = "immediate"
+    """During backward, as each gradient arrives. Needs max_grad_norm 0. Bit-equal to synchronous."""
+    DEFERRED = "deferred"
+    """After backward, in forward order, beside the next forward. Bit-equal to synchronous."""
+    SPECULATIVE = "speculative"
+    """During backward as if no clipping were needed; corrected where it is. Bit-equal unless clipping strikes."""
+
+
 def _tier_synonyms(value: Any) -> Any:
     # DeepSpeed's words for the same two places: people paste them
     return {"none": "device", "cpu": "host"}.get(value, value) if isinstance(value, str) else value
@@ -186,6 +201,10 @@ class EngineConfig(Section):
     """Where the optimizer states live: `device` or `host` (DeepSpeed's `none` and `cpu` are understood)."""
     ratio: Annotated[Float, Field(ge=0, le=1)] = 1.0
     """With `offload_optimizer: host`: share of the optimizer states that goes to the host, to the byte."""
+    schedule: Schedule = Schedule.AUTO
+    """When the step of the host tier runs: `synchronous` after backward; `deferred` beside the next forward;
+    `immediate` during backward (only without clipping); `speculative` during backward, corrected when clipping
+    strikes; `auto` chooses between the last two and `deferred`."""
     cpu_threads: Annotated[Int, Field(ge=1)] | Literal["auto"] = "auto"
     """Threads per process of the CPU optimizer step. `auto`: the allowed cores over the processes of this machine."""
     native_kernel: bool = True
@@ -200,6 +219,8 @@ class EvalConfig(Section):
 
 
 class ExportConfig(Section):
+    save: bool = True
+    """Write the model folder at the end of the run; false for benchmarks."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of the saved weights."""
     max_shard_size: str = "5GB"
@@ -231,6 +252,17 @@ class Recipe(Section):
     eval: EvalConfig = EvalConfig()
     export: ExportConfig = ExportConfig()
     launch: LaunchConfig = LaunchConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.eval.sample_prompt is not None and not self.export.save:
+            raise ValueError("eval.sample_prompt asks the saved model: remove it, or set export.save to true")
+        if self.engine.schedule is Schedule.IMMEDIATE and self.train.max_grad_norm > 0:
+            raise ValueError(
+                "engine.schedule: immediate steps before the gradient norm is known; set train.max_grad_norm to 0, or "
+                "choose speculative, deferred or auto"
+            )
+        return self
 
     @property
     def output_dir(self) -> Path:

@@ -17,6 +17,7 @@ from heavylift.errors import UserError
 from heavylift.memory.machine import MachineMemory
 from heavylift.offload.groups import Group
 from heavylift.offload.optimizer import NUM_STAGING_SLOTS, TieredOptions
+from heavylift.offload.overlap import kept_gradient_bytes
 from heavylift.offload.staging import StagingRing
 from heavylift.offload.states import STATE_NAMES, host_state_bytes
 from heavylift.offload.tiers import place, whole_pages
@@ -69,7 +70,12 @@ def make_plan(
     numels = [group.numel for group in groups]
     device_numels = place(numels, options.ratio, options.tier)
     host_numels = [n - d for n, d in zip(numels, device_numels, strict=True) if n > d]
-    slot = StagingRing.slot_bytes(max(host_numels, default=0), dtype, torch.float32 if options.accumulate else dtype)
+    pinned_bytes = 0
+    if host_numels:
+        grad_dtype = options.staging_grad_dtype(dtype)
+        pinned_bytes = whole_pages(StagingRing.num_bytes(NUM_STAGING_SLOTS, max(host_numels), dtype, grad_dtype))
+    if host_numels and options.keeps_gradients:
+        pinned_bytes += whole_pages(kept_gradient_bytes(host_numels, dtype, len(groups)))
     # stage 3 holds the group at work and the one fetched ahead; below it, all
     gathered = sum(group_params) if stage < 3 else sum(sorted(group_params)[-2:])
     return MemoryPlan(
@@ -78,7 +84,7 @@ def make_plan(
         device_state_bytes=(len(STATE_NAMES) + options.accumulate) * 4 * sum(device_numels),
         gathered_bytes=gathered * dtype.itemsize + max(group_params, default=0) * (dtype.itemsize + 4),
         host_state_bytes=whole_pages(host_state_bytes(host_numels, options.accumulate)) if host_numels else 0,
-        pinned_bytes=whole_pages(NUM_STAGING_SLOTS * slot) if host_numels else 0,
+        pinned_bytes=pinned_bytes,
     )
 
 

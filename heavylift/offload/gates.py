@@ -10,7 +10,8 @@ gate, so there a forward pre-hook waits instead.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,34 +21,52 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 
 class Gate:
-    """Closed while a group's shard is being updated. Opened once per step with the event of the copy that ends it."""
+    """Closed while updates of a group's shard are under way; each is opened with the event of the copy that ends it."""
 
-    def __init__(self) -> None:
-        self._opened = threading.Event()
-        self._opened.set()
+    def __init__(self, on_settled: Callable[[], None] | None = None) -> None:
+        """`on_settled` runs in the first reader's thread after the updates are whole."""
+        self._condition = threading.Condition()
+        self._num_pending = 0
         self._event: torch.cuda.Event | None = None
         self._error: BaseException | None = None
+        self._settled = True
+        self._on_settled = on_settled
+        self.waited_s = 0.0
+        """Seconds that readers' threads were blocked here since it was last set to 0."""
 
     def close(self) -> None:
-        """From here on readers wait. Called before the update of the shard is handed to anybody."""
-        self._opened.clear()
+        """From here on readers wait. Called before an update is handed to anybody; one `open` per `close`."""
+        with self._condition:
+            self._num_pending += 1
+            self._settled = False
 
     def open(self, event: torch.cuda.Event | None, error: BaseException | None = None) -> None:
-        """Lets readers through, after `event` on their own stream (None: the shard is already whole).
+        """One update is done: readers go on, after `event` on their own stream (None: already whole).
 
         With `error`, readers raise it: a step that failed on another thread must not be trained over.
         """
-        self._event = event
-        self._error = error
-        self._opened.set()
+        with self._condition:
+            assert self._num_pending > 0, "a gate was opened that nobody had closed"
+            self._num_pending -= 1
+            self._event = event or self._event
+            self._error = error or self._error
+            self._condition.notify_all()
 
     def wait(self) -> None:
         """Makes the current stream wait for the updated shard; blocks the thread while its copy is not yet issued."""
-        self._opened.wait()
+        if self._num_pending:
+            start_s = time.perf_counter()
+            with self._condition:
+                self._condition.wait_for(lambda: self._num_pending == 0)
+            self.waited_s += time.perf_counter() - start_s
         if self._error is not None:
             raise RuntimeError("the optimizer step of this group failed") from self._error
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
+        if not self._settled:
+            self._settled = True
+            if self._on_settled is not None:
+                self._on_settled()
 
 
 class GatedAllGather(DefaultAllGather):

@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from heavylift.config.schema import Tier
 from heavylift.offload.groups import Group, Segment, local_tensor
-from heavylift.offload.kernels import Kernel
-from heavylift.offload.staging import StagingRing
 from heavylift.offload.states import Part
+from heavylift.offload.stepping import PartStepper
 
 
 class GradientAccumulation:
@@ -30,13 +29,9 @@ class GradientAccumulation:
         self,
         groups: Sequence[Group],
         parts: Sequence[Sequence[Part]],
-        host: Kernel,
-        device: Kernel,
-        ring: StagingRing | None,
+        stepper: PartStepper,
     ) -> None:
-        self._host = host
-        self._device = device
-        self._ring = ring
+        self._stepper = stepper
         self._reduced: tuple[Group, torch.Tensor] | None = None
         self._parts = dict(zip(groups, parts, strict=True))
         self.with_grad: set[Segment] = set()
@@ -76,15 +71,14 @@ class GradientAccumulation:
     def _add(self, part: Part, where: slice, grad: torch.Tensor) -> None:
         assert part.accumulator is not None
         if part.tier is Tier.DEVICE:
-            self._device.accumulate(part.accumulator[where], grad)
+            self._stepper.device.accumulate(part.accumulator[where], grad)
             return
-        assert self._ring is not None
-        slot = self._ring.next_slot()
-        staged = slot.grad_host[: grad.numel()]
+        assert self._stepper.ring is not None
+        staged = self._stepper.ring.grads_host(grad.numel())
         staged.copy_(grad, non_blocking=True)
         if grad.is_cuda:
             torch.cuda.current_stream().synchronize()
-        self._host.accumulate(part.accumulator[where], staged)
+        self._stepper.host.accumulate(part.accumulator[where], staged)
 
     def reset(self) -> None:
         """Forgets everything added: after a step, whether it was applied or skipped."""
@@ -110,20 +104,26 @@ def shard_process_groups(groups: Sequence[Group]) -> list[dist.ProcessGroup]:
     return []
 
 
-def global_norm(local_sums: Sequence[torch.Tensor], process_groups: Sequence[dist.ProcessGroup]) -> float:
-    """Root of the sum of squares over all shards. Every rank gets the same value (NaN or inf if any rank has one).
+def accumulated_sums(parts: Sequence[Sequence[Part]], stepper: PartStepper) -> torch.Tensor:
+    """Sum of squares of each group's accumulated gradient, float64 [groups], on the CPU."""
+    sums = torch.zeros(len(parts), dtype=torch.float64)
+    for index, group_parts in enumerate(parts):
+        for part in group_parts:
+            assert part.accumulator is not None
+            kernel = stepper.host if part.tier is Tier.HOST else stepper.device
+            sums[index] += kernel.sum_squares(part.accumulator).cpu()
+    return sums
 
-    The sums are float64, so that neither the number of ranks nor the tier shows in the clipping coefficient.
+
+def global_norm(sums: torch.Tensor, process_groups: Sequence[dist.ProcessGroup]) -> float:
+    """Root of the sum of squares over all groups and shards. `sums`: float64 [groups], this rank's.
+
+    Every rank gets the same value (NaN or inf if any rank has one). float64, so that neither the number of ranks nor
+    the tier shows in the float32 clipping coefficient.
     """
-    if not local_sums and not process_groups:
-        return 0.0
-    device = next((s.device for s in local_sums if s.is_cuda), torch.device("cpu"))
-    if device.type == "cpu" and process_groups and dist.get_backend(process_groups[0]) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for device_sums in ([s for s in local_sums if s.device == device], [s for s in local_sums if s.device != device]):
-        if device_sums:
-            total = total + torch.stack(list(device_sums)).sum().to(device)
+    total = sums.sum()
     for process_group in process_groups:
+        if total.device.type == "cpu" and dist.get_backend(process_group) == "nccl":
+            total = total.cuda()
         dist.all_reduce(total, group=process_group)
     return float(total.sqrt())

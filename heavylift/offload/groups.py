@@ -77,7 +77,25 @@ class Group:
     device: torch.device
     module: nn.Module | None = None
     """The FSDP2 module that gathers the group, None for plain parameters."""
-    gate: Gate = field(default_factory=Gate)
+    gate: Gate = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gate = Gate(self._mark_seen)
+
+    def _mark_seen(self) -> None:
+        for segment in self.segments:
+            segment.mark_seen()
+
+    def grads(self) -> torch.Tensor:
+        """The group's gradients, flat [numel]: without a copy where they lie so; zeros where there is none."""
+        flat = self.flat_grad()
+        if flat is None:
+            flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+            for segment in self.segments:
+                grad = segment.grad()
+                if grad is not None:
+                    flat[segment.start : segment.stop] = grad
+        return flat
 
     def flat_grad(self) -> torch.Tensor | None:
         """All gradients of the group as one tensor [numel] without a copy, or None when they do not lie so."""

@@ -1,32 +1,34 @@
 """TieredAdamW: AdamW whose states live on the device and the host tier, as a `torch.optim.Optimizer`.
 
-One step: norm of all gradients -> per group, in forward order: gradient D2H into staging -> step on its tier ->
-updated shard H2D -> the group's gate opens. The device part of a group steps where it lies.
+One step: norm of all gradients -> per group, in forward order: gradient D2H -> step on its tier -> updated shard H2D
+-> the group's gate opens. The device part of a group steps where it lies.
 
-This is the synchronous step: it begins when backward has ended and returns when every group has been handed to its
-gate. It is the specification that overlapped schedules must equal.
+`_step_now` is the synchronous step: it begins when backward has ended, and when it returns the current stream sees
+every updated shard. It is the specification that the schedules of `heavylift.offload.overlap` must equal.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from heavylift.config.schema import Tier
+from heavylift.config.schema import Schedule, Tier
 from heavylift.offload.adamw import AdamWHyper
 from heavylift.offload.gates import install_gate
-from heavylift.offload.gradients import GradientAccumulation, global_norm, shard_process_groups
+from heavylift.offload.gradients import GradientAccumulation, accumulated_sums, global_norm, shard_process_groups
 from heavylift.offload.groups import Group, Segment, num_shards, plain_groups
 from heavylift.offload.kernels import device_kernel, host_kernel
-from heavylift.offload.staging import Slot, StagingRing
+from heavylift.offload.overlap import OverlappedSteps
+from heavylift.offload.policy import SchedulePolicy
+from heavylift.offload.staging import StagingRing
 from heavylift.offload.state_dict import load_optimizer_state, optimizer_state_dict
 from heavylift.offload.states import Part, allocate_parts
+from heavylift.offload.stepping import PartStepper, SegmentStep, Streams, on_stream, scaled
 from heavylift.offload.tiers import TierUsage, place
 
 NUM_STAGING_SLOTS = 2  # the copy back of one group overlaps the step of the next
@@ -34,11 +36,13 @@ NUM_STAGING_SLOTS = 2  # the copy back of one group overlaps the step of the nex
 
 @dataclass(frozen=True)
 class TieredOptions:
-    """Where the states go and who steps them."""
+    """Where the states go, who steps them and when."""
 
     tier: Tier = Tier.DEVICE
     ratio: float = 1.0
     """With the host tier: share of the states there."""
+    schedule: Schedule = Schedule.SYNCHRONOUS
+    """When the host tier steps. The others need exactly one backward per step, or `accumulate`."""
     accumulate: bool = False
     """Add up the gradients of several backward passes in float32."""
     max_grad_norm: float = 0.0
@@ -50,6 +54,28 @@ class TieredOptions:
     native: bool = True
     """Use the compiled CPU kernel where it is there."""
 
+    def __post_init__(self) -> None:
+        if self.schedule is Schedule.IMMEDIATE and self.max_grad_norm > 0:
+            raise ValueError(
+                f"schedule immediate knows no clipping: expected max_grad_norm 0, got {self.max_grad_norm}"
+            )
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether the host tier steps on a worker thread."""
+        return self.tier is Tier.HOST and self.ratio > 0 and self.schedule is not Schedule.SYNCHRONOUS
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the reduced gradients of the host tier are kept in page-locked host memory."""
+        return self.overlapped and not self.accumulate
+
+    def staging_grad_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """In what dtype gradients pass through a staging slot; None where they do not."""
+        if self.accumulate:
+            return torch.float32
+        return None if self.keeps_gradients else dtype
+
 
 class TieredAdamW(torch.optim.Optimizer):
     """AdamW (decoupled weight decay) on tiers.
@@ -57,10 +83,12 @@ class TieredAdamW(torch.optim.Optimizer):
     `params` and the hyperparameters are those of `torch.optim.AdamW`: parameters or parameter groups with their own
     lr, betas, eps and weight_decay; LR schedulers work. `groups`: the gather groups of a sharded model, in forward
     order (see `heavylift.offload.groups.make_group`); without them plain parameters are grouped by dtype and device.
-    Masters start from the parameters and follow them when somebody else writes them (loading weights).
+    Masters start from the parameters and follow them when somebody else writes them (loading weights; call
+    `synchronize` before writing).
 
     Clipping belongs to the step (`options.max_grad_norm`): the coefficient multiplies the float32 gradient inside the
-    kernel. A step whose norm is not finite is skipped: weights and states keep their bits.
+    kernel. A step whose norm is not finite is skipped: weights and states keep their bits (to a stated bound where
+    the step had been taken speculatively).
     """
 
     def __init__(
@@ -78,6 +106,7 @@ class TieredAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.options = options or TieredOptions()
         self.usage = TierUsage()
+        self.policy = SchedulePolicy(self.options.schedule, self.options.max_grad_norm)
         self.grad_norm = 0.0
         """Global norm of the last step's gradients, before clipping."""
         self.skipped = False
@@ -93,26 +122,33 @@ class TieredAdamW(torch.optim.Optimizer):
     def _index_param_groups(self) -> dict[nn.Parameter, int]:
         index = {p: i for i, pg in enumerate(self.param_groups) for p in pg["params"] if p.requires_grad}
         grouped = {s.param for group in self.groups for s in group.segments}
-        assert grouped == set(index), (
-            f"{len(grouped ^ set(index))} parameters are in a gather group or a parameter group only"
-        )
+        assert grouped == set(index), f"{len(grouped ^ set(index))} parameters are only in a gather or parameter group"
         return index
 
     def _allocate(self) -> None:
         options = self.options
         device = self.groups[0].device if self.groups else torch.device("cpu")
-        self._host = host_kernel(options.native, options.num_threads, options.cpu_ids)
-        self._device = device_kernel(device)
+        host, on_device = host_kernel(options.native, options.num_threads, options.cpu_ids), device_kernel(device)
         device_numels = place([g.numel for g in self.groups], options.ratio, options.tier)
         self.parts, self._slab = allocate_parts(self.groups, device_numels, options.accumulate, self.usage)
-        self._ring = self._allocate_ring(device)
-        self._d2h_stream, self._h2d_stream = _side_streams(device)
+        self._stepper = PartStepper(host, on_device, self._allocate_ring(device), Streams(device))
         for group in self.groups:
             if group.module is not None:
                 install_gate(group.module, group.gate, num_shards(group.segments[0].param))
         self._accumulation = (
-            GradientAccumulation(self.groups, self.parts, self._host, self._device, self._ring)
-            if options.accumulate
+            GradientAccumulation(self.groups, self.parts, self._stepper) if options.accumulate else None
+        )
+        self._overlap = (
+            OverlappedSteps(
+                self.groups,
+                self.parts,
+                self._stepper,
+                self._begin_segment,
+                self._begin_step,
+                self.usage,
+                options.keeps_gradients,
+            )
+            if options.overlapped and self.groups
             else None
         )
         self._follow_parameters()
@@ -124,10 +160,9 @@ class TieredAdamW(torch.optim.Optimizer):
         dtypes = {group.dtype for group in self.groups}
         assert len(dtypes) == 1, f"one ring serves groups of one dtype, got {dtypes}"
         dtype = dtypes.pop()
-        grad_dtype = torch.float32 if self.options.accumulate else dtype
-        return StagingRing.allocate(
-            NUM_STAGING_SLOTS, numel, dtype, grad_dtype, pinned=device.type == "cuda", usage=self.usage
-        )
+        grad_dtype = self.options.staging_grad_dtype(dtype)
+        pinned = device.type == "cuda"
+        return StagingRing.allocate(NUM_STAGING_SLOTS, numel, dtype, grad_dtype, pinned=pinned, usage=self.usage)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, at construction only: the states are laid out once."""
@@ -139,154 +174,114 @@ class TieredAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Norm, then every group in turn. Returns the closure's loss, if any."""
+        """Norm, then every group by the schedule. Returns the closure's loss, if any."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._follow_parameters()
-        active = self._segments_with_gradient()
-        self.grad_norm = global_norm(self._sums_of_squares(active), self._process_groups)
-        self.skipped = not math.isfinite(self.grad_norm)
-        if self.skipped:
-            self.num_skipped_steps += 1
+        if self._overlap is None:
+            self._step_now()
+        elif self._accumulation is not None:
+            self._step_accumulated(self._overlap, self._accumulation)
         else:
-            self._step_groups(active, self._clip_coefficient())
-        if self._accumulation is not None:
-            self._accumulation.reset()
+            self._step_overlapped(self._overlap)
+        self.num_skipped_steps += self.skipped
         return loss
 
-    def _clip_coefficient(self) -> float:
-        limit = self.options.max_grad_norm
-        # torch.nn.utils.clip_grad_norm_'s formula, in double precision
-        return min(1.0, limit / (self.grad_norm + 1e-6)) if limit > 0 else 1.0
-
-    def _segments_with_gradient(self) -> set[Segment]:
+    def _step_now(self) -> None:
+        """The synchronous step: the specification."""
+        self._begin_step()
         if self._accumulation is not None:
-            return self._accumulation.with_grad
-        return {s for group in self.groups for s in group.segments if s.param.grad is not None}
+            active = set(self._accumulation.with_grad)
+            sums = accumulated_sums(self.parts, self._stepper)
+        else:
+            active = {s for group in self.groups for s in group.segments if s.param.grad is not None}
+            sums = self._gradient_sums()
+        coefficient = self._take_norm(sums)
+        if not self.skipped:
+            self._stepper.streams.h2d_after_current()
+            for group, parts in zip(self.groups, self.parts, strict=True):
+                steps = [self._begin_segment(s) for s in group.segments if s in active]
+                self._step_group_now(group, parts, scaled(steps, coefficient))
+            self.synchronize()
+        if self._accumulation is not None:
+            self._accumulation.reset()
 
-    def _sums_of_squares(self, active: set[Segment]) -> list[torch.Tensor]:
-        sums = []
-        for segment, parts in self._segments():
-            if segment not in active or segment.numel == 0:
+    def _step_group_now(self, group: Group, parts: Sequence[Part], steps: list[SegmentStep]) -> None:
+        if not steps:
+            return
+        for part in parts:
+            if part.tier is Tier.DEVICE:
+                self._stepper.step_device_part(part, steps)
                 continue
-            if self._accumulation is None:
-                grad = segment.grad()
-                assert grad is not None
-                sums.append(self._device.sum_squares(grad))
-                continue
-            for part in parts:
-                where = part.overlap(segment)
-                if where is not None:
-                    assert part.accumulator is not None
-                    kernel = self._host if part.tier is Tier.HOST else self._device
-                    sums.append(kernel.sum_squares(part.accumulator[where]))
+            grads = part.accumulator if part.accumulator is not None else self._grads_to_host(part)
+            group.gate.close()
+            self._stepper.step_host_part(part, steps, grads)
+        for step in steps:
+            step.segment.mark_seen()  # a group without a host part has no gate that would
+
+    def _grads_to_host(self, part: Part) -> torch.Tensor:
+        """Brings the part's gradients into staging, in one copy where they lie in one buffer, and waits for them."""
+        assert self._stepper.ring is not None
+        grads_host = self._stepper.ring.grads_host(part.numel)
+        streams = self._stepper.streams
+        flat = part.group.grads()
+        streams.d2h_after_current()
+        with on_stream(streams.d2h):
+            grads_host.copy_(flat[part.start : part.stop], non_blocking=True)
+        if streams.d2h is not None:
+            streams.d2h.synchronize()
+        return grads_host
+
+    def _gradient_sums(self) -> torch.Tensor:
+        """Sum of squares of each group's gradient, float64 [groups]."""
+        device = self.groups[0].device if self.groups else torch.device("cpu")
+        sums = torch.zeros(len(self.groups), dtype=torch.float64, device=device)
+        for index, group in enumerate(self.groups):
+            if any(s.param.grad is not None for s in group.segments):
+                sums[index] = self._stepper.device.sum_squares(group.grads())
         return sums
 
-    def _step_groups(self, active: set[Segment], clip_coefficient: float) -> None:
-        if self._h2d_stream is not None:
-            # shards are overwritten from a side stream: everything that reads them has been issued on this one
-            self._h2d_stream.wait_stream(torch.cuda.current_stream())
-        for group, parts in zip(self.groups, self.parts, strict=True):
-            segments = [s for s in group.segments if s in active]
-            for segment in segments:
-                segment.num_steps += 1
-            for part in parts:
-                if part.tier is Tier.DEVICE:
-                    self._step_device_part(part, segments, clip_coefficient)
-                else:
-                    self._step_host_part(part, segments, clip_coefficient)
-            for segment in segments:
-                segment.mark_seen()
-
-    def _step_device_part(self, part: Part, segments: Sequence[Segment], clip_coefficient: float) -> None:
-        for segment in segments:
-            where = part.overlap(segment)
-            if where is None:
-                continue
-            inside = part.overlap_in_segment(segment)
-            grad = part.accumulator[where] if part.accumulator is not None else _grad(segment)[inside]
-            self._device.step(
-                part.master[where],
-                part.exp_avg[where],
-                part.exp_avg_sq[where],
-                grad,
-                segment.shard()[inside],
-                self._hyper(segment, clip_coefficient),
-            )
-
-    def _step_host_part(self, part: Part, segments: Sequence[Segment], clip_coefficient: float) -> None:
-        assert self._ring is not None
-        inside = [s for s in segments if part.overlap(s) is not None]
-        if not inside:
-            return
-        group = part.group
-        slot = self._ring.next_slot()
-        group.gate.close()
-        if part.accumulator is None:
-            self._grads_to_host(part, inside, slot)
-            grads = slot.grad_host
+    def _take_norm(self, sums: torch.Tensor) -> float:
+        """Sets `grad_norm` and `skipped`; returns the clipping coefficient."""
+        self.grad_norm = global_norm(sums, self._process_groups)
+        self.skipped = not math.isfinite(self.grad_norm)
+        limit = self.options.max_grad_norm
+        if self.skipped or limit == 0:
+            coefficient = 1.0
         else:
-            grads = part.accumulator
-        for run, hyper in self._runs(part, inside, clip_coefficient):
-            self._host.step(
-                part.master[run], part.exp_avg[run], part.exp_avg_sq[run], grads[run], slot.param_host[run], hyper
-            )
-        with _on(self._h2d_stream):
-            for segment in inside:
-                where = part.overlap(segment)
-                shard = segment.shard()[part.overlap_in_segment(segment)]
-                shard.copy_(slot.param_host[where], non_blocking=True)
-        slot.free_event = None if self._h2d_stream is None else self._h2d_stream.record_event()
-        group.gate.open(slot.free_event)
+            # torch.nn.utils.clip_grad_norm_'s formula, in double precision
+            coefficient = min(1.0, limit / (self.grad_norm + 1e-6))
+        self.policy.observe(self.grad_norm, struck=self.skipped or coefficient < 1)
+        return coefficient
 
-    def _grads_to_host(self, part: Part, segments: Sequence[Segment], slot: Slot) -> None:
-        """Brings the part's gradients into the slot: in one copy where they lie in one buffer."""
-        if self._d2h_stream is not None:
-            self._d2h_stream.wait_stream(torch.cuda.current_stream())
-        flat = part.group.flat_grad()
-        with _on(self._d2h_stream):
-            if flat is not None:
-                slot.grad_host[: part.numel].copy_(flat[part.start : part.stop], non_blocking=True)
-            else:
-                for segment in segments:
-                    source = _grad(segment)[part.overlap_in_segment(segment)]
-                    slot.grad_host[part.overlap(segment)].copy_(source, non_blocking=True)
-        if self._d2h_stream is not None:
-            self._d2h_stream.synchronize()
+    def _step_overlapped(self, overlap: OverlappedSteps) -> None:
+        overlap.flush()
+        coefficient = self._take_norm(overlap.sums)
+        overlap.finish(coefficient, self.skipped)
+        overlap.speculate_next = self.policy.speculates
 
-    def _runs(
-        self, part: Part, segments: Sequence[Segment], clip_coefficient: float
-    ) -> Iterator[tuple[slice, AdamWHyper]]:
-        """Neighbouring segments with the same hyperparameters as one range: fewer, longer kernel calls."""
-        run: slice | None = None
-        run_hyper: AdamWHyper | None = None
-        for segment in segments:
-            where = part.overlap(segment)
-            assert where is not None
-            hyper = self._hyper(segment, clip_coefficient)
-            if run is not None and run.stop == where.start and hyper == run_hyper:
-                run = slice(run.start, where.stop)
-                continue
-            if run is not None and run_hyper is not None:
-                yield run, run_hyper
-            run, run_hyper = where, hyper
-        if run is not None and run_hyper is not None:
-            yield run, run_hyper
+    def _step_accumulated(self, overlap: OverlappedSteps, accumulation: GradientAccumulation) -> None:
+        overlap.worker.drain()
+        self._begin_step()
+        coefficient = self._take_norm(accumulated_sums(self.parts, self._stepper))
+        if self.skipped:
+            accumulation.reset()
+            return
+        steps_of = {
+            group: scaled([self._begin_segment(s) for s in group.segments if s in accumulation.with_grad], coefficient)
+            for group in self.groups
+        }
+        accumulation.with_grad.clear()
+        overlap.finish_accumulated(steps_of)
 
-    def _hyper(self, segment: Segment, clip_coefficient: float) -> AdamWHyper:
+    def _begin_segment(self, segment: Segment) -> SegmentStep:
+        """Counts the segment's step and takes the hyperparameters as they are now."""
+        segment.num_steps += 1
         pg = self.param_groups[self._param_group_of[segment.param]]
         beta1, beta2 = pg["betas"]
-        return AdamWHyper(
-            lr=float(pg["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=pg["eps"],
-            weight_decay=pg["weight_decay"],
-            step=segment.num_steps,
-            grad_scale=clip_coefficient,
-        )
+        hyper = AdamWHyper(float(pg["lr"]), beta1, beta2, pg["eps"], pg["weight_decay"], segment.num_steps)
+        return SegmentStep(segment, hyper)
 
     # ---- the parameters outside of a step -------------------------------------------------------------------------
 
@@ -295,20 +290,27 @@ class TieredAdamW(torch.optim.Optimizer):
             for segment in group.segments:
                 yield segment, parts
 
+    def _begin_step(self) -> None:
+        """Before anything of a step: the one before is whole, and the masters are those of the parameters."""
+        if self._overlap is not None:
+            self._overlap.worker.drain()
+        self._follow_parameters()
+
+    @torch.no_grad()
     def _follow_parameters(self) -> None:
         """Masters are read from parameters that somebody else has written since the last step.
 
         Weights loaded after the optimizer was built would otherwise be overwritten by stale masters at the first step.
         """
+        self.synchronize()
         for segment, parts in self._segments():
             if not segment.is_seen():
-                self.synchronize()
                 for part in parts:
                     part.read_master(segment)
                 segment.mark_seen()
 
     def synchronize(self) -> None:
-        """Makes the current stream see every updated shard. For readers other than FSDP2's all-gather."""
+        """Makes the current stream see every updated shard. For readers and writers other than FSDP2's all-gather."""
         for group in self.groups:
             group.gate.wait()
 
@@ -322,23 +324,8 @@ class TieredAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Ends the threads and unlocks the pages. The optimizer cannot step afterwards."""
-        self._host.close()
-        if self._ring is not None:
-            self._ring.close()
-
-
-def _grad(segment: Segment) -> torch.Tensor:
-    grad = segment.grad()
-    assert grad is not None, f"{segment.name} has no gradient"
-    return grad
-
-
-def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]:
-    """Streams for the two directions of the bus, made once (new streams per step grow the allocator's pools)."""
-    if device.type != "cuda":
-        return None, None
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+        if self._overlap is not None:
+            self._overlap.close()
+        self._stepper.host.close()
+        if self._stepper.ring is not None:
+            self._stepper.ring.close()

@@ -1,7 +1,8 @@
-"""Page-locked staging between the tiers: a bounded ring of slots, each as large as the largest host part.
+"""Page-locked staging between the tiers, bounded whatever the size of the model.
 
-A slot carries one group through its step: reduced gradients come down into `grad_host`, the updated shard leaves from
-`param_host`. The ring bounds page-locked memory whatever the size of the model.
+`param_host` slots: updated shards leave the host from here, in turn. `grad_host`: where the synchronous step and
+gradient accumulation bring reduced gradients down, one host part at a time. (Overlapped schedules keep all gradients
+of a step instead: `heavylift.offload.overlap`.)
 """
 
 from __future__ import annotations
@@ -18,10 +19,8 @@ from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
 class Slot:
     """One place of the ring."""
 
-    grad_host: torch.Tensor
-    """Gradients of one host part, flat, in the dtype in which they cross the bus."""
     param_host: torch.Tensor
-    """Updated shard of that part, flat, in the dtype of the parameters."""
+    """Updated shard of a host part, flat, in the dtype of the parameters."""
     free_event: torch.cuda.Event | None = None
     """Recorded behind the copy that last read `param_host`; the slot is filled again only after it."""
 
@@ -33,29 +32,46 @@ class Slot:
 
 
 class StagingRing:
-    """Slots handed out in turn."""
+    """Slots handed out in turn, and one place for gradients."""
 
-    def __init__(self, slots: Sequence[Slot], slab: HostSlab) -> None:
+    def __init__(self, slots: Sequence[Slot], grad_host: torch.Tensor | None, slab: HostSlab) -> None:
         self._slots = slots
+        self._grad_host = grad_host
         self._slab = slab
         self._next = 0
 
     @staticmethod
-    def slot_bytes(numel: int, dtype: torch.dtype, grad_dtype: torch.dtype) -> int:
-        """Bytes of one slot for host parts of at most `numel` elements."""
-        return aligned_bytes(numel, grad_dtype) + aligned_bytes(numel, dtype)
+    def num_bytes(num_slots: int, numel: int, dtype: torch.dtype, grad_dtype: torch.dtype | None) -> int:
+        """Bytes of a ring for host parts of at most `numel` elements."""
+        grad_bytes = 0 if grad_dtype is None else aligned_bytes(numel, grad_dtype)
+        return num_slots * aligned_bytes(numel, dtype) + grad_bytes
 
     @classmethod
     def allocate(
-        cls, num_slots: int, numel: int, dtype: torch.dtype, grad_dtype: torch.dtype, *, pinned: bool, usage: TierUsage
+        cls,
+        num_slots: int,
+        numel: int,
+        dtype: torch.dtype,
+        grad_dtype: torch.dtype | None,
+        *,
+        pinned: bool,
+        usage: TierUsage,
     ) -> StagingRing:
-        """A ring of `num_slots` slots; `pinned` where a GPU copies to and from it."""
-        slab = HostSlab(num_slots * cls.slot_bytes(numel, dtype, grad_dtype), pinned=pinned, usage=usage)
-        slots = [Slot(slab.take(numel, grad_dtype), slab.take(numel, dtype)) for _ in range(num_slots)]
-        for slot in slots:
-            slot.grad_host.zero_()
-            slot.param_host.zero_()
-        return cls(slots, slab)
+        """A ring for host parts of at most `numel` elements; `pinned` where a GPU copies to and from it.
+
+        `grad_dtype`: in what dtype gradients come down through here; None where they do not.
+        """
+        slab = HostSlab(cls.num_bytes(num_slots, numel, dtype, grad_dtype), pinned=pinned, usage=usage)
+        slots = [Slot(slab.take(numel, dtype)) for _ in range(num_slots)]
+        grad_host = None if grad_dtype is None else slab.take(numel, grad_dtype)
+        for tensor in (*(slot.param_host for slot in slots), *(() if grad_host is None else (grad_host,))):
+            tensor.zero_()
+        return cls(slots, grad_host, slab)
+
+    def grads_host(self, numel: int) -> torch.Tensor:
+        """Place for `numel` gradient elements. The caller must be done with what it put here before."""
+        assert self._grad_host is not None, "this ring was made without room for gradients"
+        return self._grad_host[:numel]
 
     def next_slot(self) -> Slot:
         """The next slot in turn, free to be written."""

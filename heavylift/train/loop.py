@@ -168,14 +168,15 @@ def _summary(run: Run) -> RunSummary:
 def finish(run: Run, folder: Path) -> None:
     """Saves the model and the picture, says how it went. A collective."""
     run.engine.optimizer.synchronize()
-    save_model(
-        run.engine.module,
-        folder / "model",
-        hf_config=run.hf_config,
-        tokenizer=run.tokenizer,
-        dtype=run.recipe.export.dtype,
-        max_shard_bytes=run.recipe.export.max_shard_bytes,
-    )
+    if run.recipe.export.save:
+        save_model(
+            run.engine.module,
+            folder / "model",
+            hf_config=run.hf_config,
+            tokenizer=run.tokenizer,
+            dtype=run.recipe.export.dtype,
+            max_shard_bytes=run.recipe.export.max_shard_bytes,
+        )
     if run.ranks.rank == 0:
         plot_loss(folder / "metrics.jsonl", folder / "loss.png")
-        print(end_summary(read_metrics(folder / "metrics.jsonl"), str(folder / "model")), flush=True)
+        print(end_summary(read_metrics(folder / "metrics.jsonl"), str(folder / "model") if run.recipe.export.save else "not saved")), flush=True)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from heavylift.config.model_folder import resolve_model_folder, resolve_tokenizer_folder
+from heavylift.config.preflight import check_disk
 from heavylift.config.schema import Recipe, TrainConfig
 from heavylift.data.batches import BatchPlan, evaluation_plan
 from heavylift.data.samples import SampleSet
@@ -104,6 +105,7 @@ def set_up(recipe: Recipe) -> Run:
     if recipe.model.init == "pretrained":
         check_weights(model, folder)
     num_params, num_trainable = parameter_counts(model)
+    check_disk(recipe, num_params)
     prepare_layers(model, recipe.train, ranks.device)
     sharded = shard_model(model, recipe.engine.zero_stage, make_mesh(recipe.engine.zero_stage, ranks.device.type))
     options = tiered_options(recipe, ranks)
@@ -201,6 +203,7 @@ def tiered_options(recipe: Recipe, ranks: Ranks) -> TieredOptions:
     return TieredOptions(
         tier=recipe.engine.offload_optimizer,
         ratio=recipe.engine.ratio,
+        schedule=recipe.engine.schedule,
         accumulate=recipe.train.gradient_accumulation_steps > 1,
         max_grad_norm=recipe.train.max_grad_norm,
         num_threads=len(cores) if threads == "auto" else threads,

@@ -1,0 +1,315 @@
+"""Overlapped schedules: the step of the host tier runs on a worker thread, beside backward or beside the next forward.
+
+    hook (backward, reduce stream)   gradient D2H into the kept gradients, norm part on the device, `param.grad` freed
+    speculative: at once             worker: CPU step as if no clipping were needed, shard H2D, gate opens
+    step()                           norm -> coefficient c, or skip
+        deferred                     worker: CPU steps with c in forward order, each opens its gate
+        speculative, c = 1           nothing left to do
+        speculative, c < 1           worker: corrects every group from the kept gradient (forward order)
+        speculative, skip            worker: takes every step back
+
+`deferred` equals the synchronous step bit for bit. `speculative` does where clipping does not strike; where it does,
+see `heavylift.offload.correction` for how close it comes. The device tier is stepped in step(), exactly, always.
+
+The main thread never waits for the worker here: it waits at the gates, in the next forward.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from heavylift.config.schema import Tier
+from heavylift.offload.groups import Group, Segment
+from heavylift.offload.states import Part
+from heavylift.offload.stepping import Operation, PartStepper, SegmentStep, on_stream, record, scaled
+from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
+
+
+class Worker:
+    """One thread that runs tasks in order. The CPU kernel inside them releases the GIL."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._pending = 0
+        self._idle = threading.Condition()
+        self._error: BaseException | None = None
+        self.busy_s = 0.0
+        """Seconds spent in tasks since the last `take_busy_s`."""
+        self._thread = threading.Thread(target=self._run, name="heavylift-step", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        torch.set_grad_enabled(False)  # grad mode is per thread
+        while (task := self._tasks.get()) is not None:
+            start_s = time.perf_counter()
+            try:
+                if self._error is None:
+                    task()
+            except BaseException as error:  # told to the main thread, which ends the run
+                self._error = error
+            self.busy_s += time.perf_counter() - start_s
+            with self._idle:
+                self._pending -= 1
+                self._idle.notify_all()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Runs `task` after those before it."""
+        with self._idle:
+            self._pending += 1
+        self._tasks.put(task)
+
+    def drain(self) -> None:
+        """Waits until nothing is left to do. Raises what a task raised."""
+        with self._idle:
+            self._idle.wait_for(lambda: self._pending == 0)
+        if self._error is not None:
+            raise RuntimeError("the optimizer step on the host failed") from self._error
+
+    def take_busy_s(self) -> float:
+        """Seconds of work since the last call."""
+        busy_s, self.busy_s = self.busy_s, 0.0
+        return busy_s
+
+    def close(self) -> None:
+        """Ends the thread after its tasks."""
+        self._tasks.put(None)
+        self._thread.join()
+
+
+@dataclass
+class _GroupState:
+    """What is known of a group's gradient in the step at hand."""
+
+    arrived: list[Segment] = field(default_factory=list)
+    steps: tuple[SegmentStep, ...] = ()
+    grads_device: torch.Tensor | None = None
+    """Flat gradient on the device, kept for the device part."""
+    d2h_event: torch.cuda.Event | None = None
+
+
+def kept_gradient_bytes(host_numels: Sequence[int], dtype: torch.dtype, num_groups: int) -> int:
+    """Page-locked bytes that hold the gradients of all host parts, and a sum of squares for each group."""
+    return sum(aligned_bytes(numel, dtype) for numel in host_numels) + aligned_bytes(num_groups, torch.float64)
+
+
+class OverlappedSteps:
+    """Collects gradients in backward and has them stepped by the worker."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        parts: Sequence[Sequence[Part]],
+        stepper: PartStepper,
+        begin_segment: Callable[[Segment], SegmentStep],
+        begin_step: Callable[[], None],
+        usage: TierUsage,
+        keeps_gradients: bool,
+    ) -> None:
+        """`keeps_gradients` is false with gradient accumulation: then nothing is collected in backward here."""
+        self._groups = tuple(groups)
+        self._parts = dict(zip(groups, parts, strict=True))
+        self._host_part = {g: next((p for p in ps if p.tier is Tier.HOST), None) for g, ps in self._parts.items()}
+        self._stepper = stepper
+        self._begin_segment = begin_segment
+        self._begin_step = begin_step
+        device = self._groups[0].device
+        self.worker = Worker(device)
+        self._in_step = False
+        self._speculating = False
+        self.speculate_next = False
+        """Whether the next backward steps at once; chosen by the schedule before it begins."""
+        self._state: dict[Group, _GroupState] = {group: _GroupState() for group in self._groups}
+        self._unstepped: set[Part] = set()
+        self._in_flight: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        self.sums = torch.zeros(len(self._groups), dtype=torch.float64, device=device)
+        """Sum of squares of each group's gradient."""
+        self._kept: dict[Part, torch.Tensor] = {}
+        self._slab: HostSlab | None = None
+        if not keeps_gradients:
+            return
+        self._allocate_kept(device, usage)
+        for index, group in enumerate(self._groups):
+            for segment in group.segments:
+                segment.param.register_post_accumulate_grad_hook(partial(self._on_grad, index, group, segment))
+
+    def _allocate_kept(self, device: torch.device, usage: TierUsage) -> None:
+        host_parts = [part for part in self._host_part.values() if part is not None]
+        num_bytes = kept_gradient_bytes([p.numel for p in host_parts], self._groups[0].dtype, len(self._groups))
+        self._slab = HostSlab(num_bytes, pinned=device.type == "cuda", usage=usage)
+        self._kept = {part: self._slab.take(part.numel, part.group.dtype) for part in host_parts}
+        self._sums_host = self._slab.take(len(self._groups), torch.float64)
+        for kept in self._kept.values():
+            kept.zero_()
+
+    # ---- in backward ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _on_grad(self, index: int, group: Group, segment: Segment, _: torch.Tensor) -> None:
+        """Runs in the stream that reduced the gradient. A group is ready when its last parameter has one."""
+        if not self._in_step:
+            self._in_step = True
+            self._speculating = self.speculate_next
+            # not earlier: until the worker was idle, a copy of them could still be under way
+            self.sums.zero_()
+            self._begin_step()
+        state = self._state[group]
+        if segment in state.arrived:
+            raise RuntimeError(
+                f"{segment.name} got a second gradient before step(): several backward passes per step need "
+                "TieredOptions(accumulate=True)"
+            )
+        state.arrived.append(segment)
+        if len(state.arrived) == len(group.segments):
+            self._group_ready(index, group)
+
+    def _group_ready(self, index: int, group: Group) -> None:
+        state, streams = self._state[group], self._stepper.streams
+        arrived = set(state.arrived)
+        state.steps = tuple(self._begin_segment(segment) for segment in group.segments if segment in arrived)
+        flat = group.grads()
+        self.sums[index] = self._stepper.device.sum_squares(flat)
+        for segment in state.arrived:
+            segment.param.grad = None
+        host_part = self._host_part[group]
+        if host_part is None or host_part.start > 0:
+            state.grads_device = flat
+        if host_part is None:
+            return
+        streams.d2h_after_current()
+        kept = self._kept[host_part]
+        with on_stream(streams.d2h):
+            kept.copy_(flat[host_part.start : host_part.stop], non_blocking=True)
+            self._sums_host[index].copy_(self.sums[index], non_blocking=True)
+        state.d2h_event = record(streams.d2h)
+        self._hold_until_copied(state.d2h_event, flat)
+        if self._speculating:
+            group.gate.close()
+            self.worker.submit(partial(self._speculate, index, host_part, state.steps, state.d2h_event))
+
+    def _hold_until_copied(self, event: torch.cuda.Event | None, flat: torch.Tensor) -> None:
+        """Keeps the reduced gradient, which belongs to the reduce stream's pool, until the copy out of it is done."""
+        if event is None:
+            return
+        while self._in_flight and self._in_flight[0][0].query():
+            self._in_flight.popleft()
+        self._in_flight.append((event, flat))
+
+    def flush(self) -> set[Segment]:
+        """After backward: groups of which a parameter got no gradient are as ready as they will be.
+
+        Returns the segments with a gradient.
+        """
+        for index, group in enumerate(self._groups):
+            state = self._state[group]
+            if state.arrived and not state.steps:
+                self._group_ready(index, group)
+        return {segment for state in self._state.values() for segment in state.arrived}
+
+    # ---- at the step ----------------------------------------------------------------------------------------------
+
+    def finish(self, coefficient: float, skip: bool) -> None:
+        """The norm is known: device parts are stepped here, host parts by the worker, in forward order."""
+        for group in self._groups:
+            state = self._state[group]
+            if skip:
+                for step in state.steps:
+                    step.segment.num_steps -= 1
+            steps = scaled(state.steps, coefficient)
+            for part in self._parts[group]:
+                if part.tier is Tier.DEVICE:
+                    if not skip:
+                        self._stepper.step_device_part(part, steps, state.grads_device)
+                else:
+                    self._finish_host_part(part, state, steps, coefficient, skip)
+        self._in_step = False
+        for group in self._groups:
+            self._state[group] = _GroupState()
+
+    def _finish_host_part(
+        self, part: Part, state: _GroupState, steps: list[SegmentStep], coefficient: float, skip: bool
+    ) -> None:
+        if self._speculating:
+            if not skip and coefficient == 1.0:
+                return
+            operation = Operation.UNDO if skip else Operation.CORRECT
+            part.group.gate.close()
+            self.worker.submit(partial(self._revise, part, state.steps, operation, coefficient))
+        elif not skip:
+            part.group.gate.close()
+            self.worker.submit(partial(self._step, part, steps, state.d2h_event))
+
+    # ---- on the worker --------------------------------------------------------------------------------------------
+
+    def _step(self, part: Part, steps: Sequence[SegmentStep], d2h_event: torch.cuda.Event | None) -> None:
+        if d2h_event is not None:
+            d2h_event.synchronize()
+        self._run_host(part, steps, Operation.STEP, 1.0)
+
+    def _speculate(
+        self, index: int, part: Part, steps: Sequence[SegmentStep], d2h_event: torch.cuda.Event | None
+    ) -> None:
+        if d2h_event is not None:
+            d2h_event.synchronize()
+        if not torch.isfinite(self._sums_host[index]):
+            # never speculate on a gradient that will be skipped: nothing could take it back
+            self._unstepped.add(part)
+            part.group.gate.open(None)
+            return
+        self._run_host(part, steps, Operation.STEP, 1.0)
+
+    def _revise(self, part: Part, steps: Sequence[SegmentStep], operation: Operation, coefficient: float) -> None:
+        if part in self._unstepped:
+            self._unstepped.discard(part)
+            part.group.gate.open(None)
+            return
+        self._run_host(part, steps, operation, coefficient)
+
+    def _run_host(
+        self,
+        part: Part,
+        steps: Sequence[SegmentStep],
+        operation: Operation,
+        coefficient: float,
+        grads_host: torch.Tensor | None = None,
+    ) -> None:
+        try:
+            grads = self._kept[part] if grads_host is None else grads_host
+            self._stepper.step_host_part(part, steps, grads, operation, coefficient)
+        except BaseException as error:
+            part.group.gate.open(None, error)
+            raise
+
+    # ---- with gradient accumulation -------------------------------------------------------------------------------
+
+    def finish_accumulated(self, steps_of: dict[Group, list[SegmentStep]]) -> None:
+        """Deferred steps from the accumulators, which are zero afterwards; the hyperparameters hold the coefficient."""
+        for group in self._groups:
+            for part in self._parts[group]:
+                assert part.accumulator is not None
+                if part.tier is Tier.DEVICE:
+                    self._stepper.step_device_part(part, steps_of[group])
+                    part.accumulator.zero_()
+                elif steps_of[group]:
+                    group.gate.close()
+                    self.worker.submit(partial(self._step_accumulated, part, steps_of[group]))
+
+    def _step_accumulated(self, part: Part, steps: Sequence[SegmentStep]) -> None:
+        assert part.accumulator is not None
+        self._run_host(part, steps, Operation.STEP, 1.0, part.accumulator)
+
+    def close(self) -> None:
+        """Ends the worker and unlocks the pages."""
+        self.worker.close()
+        if self._slab is not None:
+            self._slab.close()
