@@ -12,6 +12,7 @@ import torch
 
 from heavylift.offload import native
 from heavylift.offload.adamw import AdamWHyper, adamw_step_
+from heavylift.offload.correction import adamw_correct_, adamw_undo_
 
 
 class Kernel(Protocol):
@@ -27,6 +28,29 @@ class Kernel(Protocol):
         hyper: AdamWHyper,
     ) -> None:
         """One AdamW step in place; the rounded master goes to `param_out`. See `adamw_step_`."""
+
+    def correct(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        param_out: torch.Tensor,
+        hyper: AdamWHyper,
+        coefficient: float,
+    ) -> None:
+        """Makes of the step just done the one with `coefficient` (0 to 1) times the gradient. See `adamw_correct_`."""
+
+    def undo(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        param_out: torch.Tensor,
+        hyper: AdamWHyper,
+    ) -> None:
+        """Takes the step just done back. See `adamw_undo_`."""
 
     def accumulate(self, total: torch.Tensor, grad: torch.Tensor) -> None:
         """total (float32) += grad (float32 or bfloat16)."""
@@ -52,6 +76,31 @@ class PlainKernel:
     ) -> None:
         """See `adamw_step_`."""
         adamw_step_(master, exp_avg, exp_avg_sq, grad, param_out, hyper)
+
+    def correct(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        param_out: torch.Tensor,
+        hyper: AdamWHyper,
+        coefficient: float,
+    ) -> None:
+        """See `adamw_correct_`."""
+        adamw_correct_(master, exp_avg, exp_avg_sq, grad, param_out, hyper, coefficient)
+
+    def undo(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        param_out: torch.Tensor,
+        hyper: AdamWHyper,
+    ) -> None:
+        """See `adamw_undo_`."""
+        adamw_undo_(master, exp_avg, exp_avg_sq, grad, param_out, hyper)
 
     def accumulate(self, total: torch.Tensor, grad: torch.Tensor) -> None:
         """total += grad."""
@@ -83,6 +132,31 @@ class NativeKernel:
     ) -> None:
         """See `adamw_step_`."""
         self._library.adamw_step_(self._pool, master, exp_avg, exp_avg_sq, grad, param_out, hyper)
+
+    def correct(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        param_out: torch.Tensor,
+        hyper: AdamWHyper,
+        coefficient: float,
+    ) -> None:
+        """See `adamw_correct_`."""
+        self._library.adamw_correct_(self._pool, master, exp_avg, exp_avg_sq, grad, param_out, hyper, coefficient)
+
+    def undo(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        grad: torch.Tensor,
+        param_out: torch.Tensor,
+        hyper: AdamWHyper,
+    ) -> None:
+        """See `adamw_undo_`."""
+        self._library.adamw_undo_(self._pool, master, exp_avg, exp_avg_sq, grad, param_out, hyper)
 
     def accumulate(self, total: torch.Tensor, grad: torch.Tensor) -> None:
         """total += grad."""

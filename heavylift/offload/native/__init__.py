@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from heavylift.offload.adamw import AdamWHyper, check_step_tensors
+from heavylift.offload.correction import check_undo, clipped_scale, correction_scalars
 
 LIBRARY_NAME = "_adamw.so"
 
@@ -37,6 +38,14 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "hl_adamw_step": (
         None,
         [c_void_p] * 5 + [c_int, c_void_p, c_int, c_int64] + [c_float] * 8 + [c_int],
+    ),
+    "hl_adamw_correct": (
+        None,
+        [c_void_p] * 5 + [c_int, c_void_p, c_int, c_int64] + [c_float] * 8 + [c_int] * 2 + [c_float] * 2,
+    ),
+    "hl_adamw_undo": (
+        None,
+        [c_void_p] * 5 + [c_int, c_void_p, c_int, c_int64] + [c_float] * 8 + [c_int] * 2 + [c_float],
     ),
     "hl_accumulate": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int64]),
     "hl_sum_squares": (c_double, [c_void_p, c_void_p, c_int, c_int64]),
@@ -132,21 +141,49 @@ class NativeKernel:
 
         Only the payload of a NaN may differ. Raises AssertionError for tensors that do not fit or overlap.
         """
-        check_step_tensors(master, exp_avg, exp_avg_sq, grad, param_out)
-        tensors = [master, exp_avg, exp_avg_sq, grad] + ([] if param_out is None else [param_out])
-        _check_host(*tensors)
-        _check_disjoint(*tensors)
         self._library.hl_adamw_step(
-            pool.handle,
-            master.data_ptr(),
-            exp_avg.data_ptr(),
-            exp_avg_sq.data_ptr(),
-            grad.data_ptr(),
-            grad.dtype == torch.bfloat16,
-            None if param_out is None else param_out.data_ptr(),
-            param_out is not None and param_out.dtype == torch.bfloat16,
-            master.numel(),
-            *astuple(hyper.scalars()),
+            *_step_arguments(pool, master, exp_avg, exp_avg_sq, grad, param_out), *astuple(hyper.scalars())
+        )
+
+    def adamw_correct_(
+        self,
+        pool: ThreadPool,
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+        param_out: Tensor | None,
+        hyper: AdamWHyper,
+        coefficient: float,
+    ) -> None:
+        """`heavylift.offload.correction.adamw_correct_` bit for bit; tensors and errors as in `adamw_step_`."""
+        factors = correction_scalars(hyper)
+        self._library.hl_adamw_correct(
+            *_step_arguments(pool, master, exp_avg, exp_avg_sq, grad, param_out),
+            *astuple(factors.step),
+            factors.first_step,
+            factors.inverse_beta1,
+            clipped_scale(hyper, coefficient),
+        )
+
+    def adamw_undo_(
+        self,
+        pool: ThreadPool,
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        grad: Tensor,
+        param_out: Tensor | None,
+        hyper: AdamWHyper,
+    ) -> None:
+        """`heavylift.offload.correction.adamw_undo_` bit for bit; tensors and errors as in `adamw_step_`."""
+        check_undo(hyper)
+        factors = correction_scalars(hyper)
+        self._library.hl_adamw_undo(
+            *_step_arguments(pool, master, exp_avg, exp_avg_sq, grad, param_out),
+            *astuple(factors.step),
+            factors.first_step,
+            factors.inverse_beta1,
         )
 
     def accumulate_(self, pool: ThreadPool, acc: Tensor, grad: Tensor) -> None:
@@ -176,6 +213,27 @@ class NativeKernel:
         assert {b.numel(), c.numel(), source.numel(), out.numel()} == {a.numel()}, "the probe's tensors differ in size"
         pointers = [tensor.data_ptr() for tensor in (a, b, c, source, out)]
         self._library.hl_bandwidth_probe(pool.handle, *pointers, a.numel())
+
+
+def _step_arguments(
+    pool: ThreadPool, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, param_out: Tensor | None
+) -> list[int | bool | None]:
+    """The arguments that all functions on a step's tensors begin with."""
+    check_step_tensors(master, exp_avg, exp_avg_sq, grad, param_out)
+    tensors = [master, exp_avg, exp_avg_sq, grad] + ([] if param_out is None else [param_out])
+    _check_host(*tensors)
+    _check_disjoint(*tensors)
+    return [
+        pool.handle,
+        master.data_ptr(),
+        exp_avg.data_ptr(),
+        exp_avg_sq.data_ptr(),
+        grad.data_ptr(),
+        grad.dtype == torch.bfloat16,
+        None if param_out is None else param_out.data_ptr(),
+        param_out is not None and param_out.dtype == torch.bfloat16,
+        master.numel(),
+    ]
 
 
 def _is_bf16(tensor: Tensor) -> bool:

@@ -1,13 +1,10 @@
 // The CPU AdamW step: one pass over memory, on its own threads (thread_pool.h), called through ctypes.
 //
-// Phases: floating-point helpers; loop bodies; one set of them per instruction set; work in chunks; the C API.
+// Phases: loop bodies (those that take a step back are in correction.h); one set of them per instruction set; work in
+// chunks; the C API.
 // Every result is bit-identical to heavylift/offload/adamw.py (the specification), whatever the instruction set and
 // the number of threads: single IEEE float32 operations in its order, no fused multiply-add, no fast-math.
 // Left out: tensors that overlap.
-
-#ifdef __FAST_MATH__
-#error "the kernel must round as the specification does: compile without -ffast-math"
-#endif
 
 #include <atomic>
 #include <cmath>
@@ -15,6 +12,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "correction.h"
+#include "floats.h"
 #include "thread_pool.h"
 
 #if defined(__aarch64__)
@@ -22,35 +21,8 @@
 #endif
 
 #define HL_API extern "C" __attribute__((visibility("default")))
-#define HL_INLINE static inline __attribute__((always_inline))
 
 namespace {
-
-// ---- floating-point helpers -----------------------------------------------------------------------------------
-
-struct bf16 {
-  uint16_t bits;
-};
-struct nothing {};  // the element type of an absent output
-
-HL_INLINE float to_float(float x) { return x; }
-HL_INLINE float to_float(bf16 x) {
-  uint32_t bits = uint32_t(x.bits) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-HL_INLINE void store(float *out, float x) { *out = x; }
-HL_INLINE void store(nothing *, float) {}
-HL_INLINE void store(bf16 *out, float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  // to nearest, ties to even, in integers: the bf16 instructions of AVX-512 flush denormals to zero
-  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  uint32_t quiet_nan = (bits >> 16) | 0x40u;
-  out->bits = uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
-}
 
 // ---- loop bodies ----------------------------------------------------------------------------------------------
 
@@ -183,6 +155,8 @@ struct Kernels {
   const char *name;
   bool (*supported)();
   void (*adamw)(const AdamWJob &, int64_t, int64_t);
+  void (*correct)(const CorrectionJob &, int64_t, int64_t);
+  void (*undo)(const CorrectionJob &, int64_t, int64_t);
   void (*accumulate)(const AccumulateJob &, int64_t, int64_t);
   double (*sum_squares)(const SumSquaresJob &, int64_t, int64_t);
   void (*probe)(const ProbeJob &, int64_t, int64_t);
@@ -190,12 +164,15 @@ struct Kernels {
 
 #define HL_KERNELS(isa, attributes)                                                                              \
   attributes void adamw_##isa(const AdamWJob &j, int64_t b, int64_t e) { adamw_any(j, b, e); }                   \
+  attributes void correct_##isa(const CorrectionJob &j, int64_t b, int64_t e) { correct_any(j, b, e); }          \
+  attributes void undo_##isa(const CorrectionJob &j, int64_t b, int64_t e) { undo_any(j, b, e); }                \
   attributes void accumulate_##isa(const AccumulateJob &j, int64_t b, int64_t e) { accumulate_any(j, b, e); }    \
   attributes double sum_squares_##isa(const SumSquaresJob &j, int64_t b, int64_t e) {                            \
     return sum_squares_any(j, b, e);                                                                             \
   }                                                                                                              \
   attributes void probe_##isa(const ProbeJob &j, int64_t b, int64_t e) { probe_any(j, b, e); }                   \
-  constexpr Kernels k_##isa = {#isa, has_##isa, adamw_##isa, accumulate_##isa, sum_squares_##isa, probe_##isa};
+  constexpr Kernels k_##isa = {#isa,     has_##isa,        adamw_##isa,       correct_##isa,                         \
+                               undo_##isa, accumulate_##isa, sum_squares_##isa, probe_##isa};
 
 #if defined(__x86_64__)
 bool has_avx512() {
@@ -310,6 +287,32 @@ HL_API void hl_adamw_step(void *pool, float *master, float *exp_avg, float *exp_
                         grad_scale, decay,   one_minus_beta1, beta2, one_minus_beta2,
                         bias2_sqrt, eps,     neg_step_size};
   run_ranged(pool, job, current().adamw, n);
+}
+
+// Makes of a step that was done the step with the gradient times `clipped_scale` (instead of `grad_scale`).
+// Scalars as in hl_adamw_step; inverse_beta1 is 0 for beta1 0. The state before step 1 is zeros (`first_step`).
+HL_API void hl_adamw_correct(void *pool, float *master, float *exp_avg, float *exp_avg_sq, const void *grad,
+                             int grad_is_bf16, void *out, int out_is_bf16, int64_t n, float grad_scale, float decay,
+                             float one_minus_beta1, float beta2, float one_minus_beta2, float bias2_sqrt, float eps,
+                             float neg_step_size, int update, int first_step, float inverse_beta1,
+                             float clipped_scale) {
+  const CorrectionJob job = {
+      master,     exp_avg,       exp_avg_sq,      grad,          out,   grad_is_bf16 != 0, out_is_bf16 != 0,
+      update != 0, first_step != 0, grad_scale,   clipped_scale, decay, one_minus_beta1,   inverse_beta1,
+      beta2,      one_minus_beta2, bias2_sqrt,    eps,           neg_step_size};
+  run_ranged(pool, job, current().correct, n);
+}
+
+// Takes a step that was done back. Arguments as in hl_adamw_correct; decay and (after step 1) beta2 are not 0.
+HL_API void hl_adamw_undo(void *pool, float *master, float *exp_avg, float *exp_avg_sq, const void *grad,
+                          int grad_is_bf16, void *out, int out_is_bf16, int64_t n, float grad_scale, float decay,
+                          float one_minus_beta1, float beta2, float one_minus_beta2, float bias2_sqrt, float eps,
+                          float neg_step_size, int update, int first_step, float inverse_beta1) {
+  const CorrectionJob job = {
+      master,     exp_avg,       exp_avg_sq,      grad,          out,   grad_is_bf16 != 0, out_is_bf16 != 0,
+      update != 0, first_step != 0, grad_scale,   0,             decay, one_minus_beta1,   inverse_beta1,
+      beta2,      one_minus_beta2, bias2_sqrt,    eps,           neg_step_size};
+  run_ranged(pool, job, current().undo, n);
 }
 
 // acc += float(grad)
