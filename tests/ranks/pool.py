@@ -32,7 +32,7 @@ class RankError(AssertionError):
 class _Pool:
     """`world_size` processes that wait for jobs."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, **more_env: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -48,6 +48,7 @@ class _Pool:
                 "OMP_NUM_THREADS": "1",
                 "RANK_STORE": f"{self._folder.name}/store",
                 "RANK_PIPE": str(theirs.fileno()),
+                **more_env,
             }
             command = [sys.executable, "-m", "ranks.worker"]
             self._processes.append(subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()]))
@@ -103,6 +104,16 @@ def run_on_ranks(world_size: int, job: Callable[..., Any], *args: Any, timeout_s
         # the ranks may be out of step with each other: the next job gets fresh ones
         _pools.pop(world_size).close()
         raise
+
+
+def run_on_fresh_ranks(world_size: int, job: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:
+    """The same on processes that have run nothing else, for jobs that measure memory."""
+    # by default glibc learns to keep large freed blocks; here every block from 1 MiB on is returned when it is freed
+    pool = _Pool(world_size, MALLOC_MMAP_THRESHOLD_=str(2**20))
+    try:
+        return pool.run(job, args, timeout_s)
+    finally:
+        pool.close()
 
 
 @atexit.register
