@@ -171,7 +171,7 @@ struct Kernels {
     return sum_squares_any(j, b, e);                                                                             \
   }                                                                                                              \
   attributes void probe_##isa(const ProbeJob &j, int64_t b, int64_t e) { probe_any(j, b, e); }                   \
-  constexpr Kernels k_##isa = {#isa,     has_##isa,        adamw_##isa,       correct_##isa,                         \
+  constexpr Kernels k_##isa = {#isa,       has_##isa,        adamw_##isa,       correct_##isa,                   \
                                undo_##isa, accumulate_##isa, sum_squares_##isa, probe_##isa};
 
 #if defined(__x86_64__)
