@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -74,12 +76,12 @@ def save_model(
     tensors = {**unique_parameters(model), **persistent_buffers(model)}
     files = plan_files(tensors.items(), DTYPES[dtype], max_shard_bytes, world_size)
     try:
-        _together(lambda: partial.mkdir(parents=True), rank == 0)
+        _together(lambda: partial.mkdir(parents=True), rank == 0, partial)
         for file in files:
             _write_file(partial, file, DTYPES[dtype], rank)
-        _together(lambda: _write_small_files(partial, files, tensors, hf_config, tokenizer, dtype), rank == 0)
-        _together(lambda: partial.rename(folder), rank == 0)
-    except UserError:
+        _together(lambda: _write_small_files(partial, files, tensors, hf_config, tokenizer, dtype), rank == 0, partial)
+        _together(lambda: partial.rename(folder), rank == 0, folder)
+    except BaseException:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -108,7 +110,7 @@ def _write_file(folder: Path, file: ShardFile, dtype: torch.dtype, rank: int) ->
             stream.close()
     except OSError as caught:
         error = error or caught
-    _raise_together(error)
+    _raise_together(error, folder / file.name)
 
 
 def _header(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> bytes:
@@ -153,22 +155,34 @@ def _write_small_files(
     saved_config.use_cache = True
     saved_config.save_pretrained(folder)
     if tokenizer is not None:
+        _save_tokenizer(tokenizer, folder)
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """`save_pretrained`, with the failed writes of its Rust half (plain exceptions) as OSError."""
+    try:
         tokenizer.save_pretrained(folder)
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder / "tokenizer.json")) from None
 
 
-def _together(action: Any, acts: bool) -> None:
-    """Runs `action` on the rank that acts; an OSError there is raised as UserError on every rank."""
+def _together(action: Callable[[], object], acts: bool, path: Path) -> None:
+    """Runs `action`, which writes `path`, on the rank that acts; an OSError there is UserError on every rank."""
     error: OSError | None = None
     if acts:
         try:
             action()
         except OSError as caught:
             error = caught
-    _raise_together(error)
+    _raise_together(error, path)
 
 
-def _raise_together(error: OSError | None) -> None:
-    reason = None if error is None else f"{error.filename or 'model folder'}: cannot be written: {error.strerror}"
+def _raise_together(error: OSError | None, path: Path) -> None:
+    """Raises UserError on every rank where any has an error. A failed write, unlike `open`, names no file: `path`."""
+    reason = None if error is None else f"{error.filename or path}: cannot be written: {error.strerror}"
     reasons: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
     first = next((r for r in reasons if r is not None), None)
