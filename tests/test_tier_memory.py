@@ -1,0 +1,229 @@
+"""Memory of the tiers: what the plan says is what is allocated, it stays so, and ranks share it.
+
+Formulas: 12 bytes per element of float32 states (master, exp_avg, exp_avg_sq), 16 with a gradient accumulator, and two
+staging slots, each with the gradients and the updated parameters of the largest group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from ranks.memory import measure, status_bytes
+from ranks.plain import make_steps
+from ranks.pool import run_on_fresh_ranks, run_on_ranks
+from ranks.sharded import BETAS, Setup, param_groups, take_step
+
+from heavylift.config.schema import ModelConfig, Tier
+from heavylift.engine import Engine, build_optimizer
+from heavylift.errors import UserError
+from heavylift.memory.machine import MachineMemory, host_available_bytes
+from heavylift.memory.plan import MemoryPlan, check_plan
+from heavylift.models.load import build_on_meta, init_random_weights, load_hf_config, materialise
+from heavylift.offload.optimizer import TieredOptions
+from heavylift.sharding import make_mesh, shard_model
+from heavylift.train.setup import plan_memory
+
+CPU = torch.device("cpu")
+
+
+def config_folder(root: Path, vocab: int, hidden: int, layers: int) -> Path:
+    """A Llama's config.json alone."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """0.9 million parameters: pages and cache lines are small beside them."""
+    return config_folder(tmp_path_factory.mktemp("small"), vocab=2000, hidden=128, layers=3)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """34 million parameters: the process's own memory is small beside their states."""
+    return config_folder(tmp_path_factory.mktemp("large"), vocab=4000, hidden=768, layers=5)
+
+
+def usage_job(folder: Path, setup: Setup, num_steps: int = 0) -> dict[str, Any]:
+    """Plan, allocation and growth of the process on this rank; and the resident bytes after every step."""
+    config = ModelConfig(model_name_or_path=str(folder), init="random")
+    model = build_on_meta(load_hf_config(folder, False), config, setup.dtype)
+    sharded = shard_model(model, setup.stage, make_mesh(setup.stage, "cpu"))
+    options = TieredOptions(tier=Tier(setup.tier), ratio=setup.ratio, accumulate=setup.accumulation > 1)
+    plan = plan_memory(sharded, options, setup.dtype)
+    materialise(model, CPU)
+    init_random_weights(model, 0.02, seed=1)
+    grown = measure(
+        lambda: build_optimizer(sharded, param_groups(model, setup), options, lr=1e-3, betas=BETAS, eps=1e-8)
+    )
+    optimizer = grown.result
+    engine, resident = Engine(sharded, optimizer, CPU), []
+    for rows in make_steps(num_steps, 2000):
+        take_step(engine, rows, setup.accumulation)
+        resident.append(status_bytes("VmRSS"))
+    optimizer.close()
+    return {
+        "plan": plan,
+        "usage": (optimizer.usage.device_bytes, optimizer.usage.host_bytes),
+        "num_params": sum(p.numel() for p in model.parameters()),
+        "largest": max(sum(p.numel() for _, p in group.params) for group in sharded.groups),
+        "grown": grown.kept,
+        "resident": resident,
+    }
+
+
+SETUPS = {
+    "host": Setup(),
+    "host_bfloat16": Setup(dtype=torch.bfloat16),
+    "host_accumulation": Setup(accumulation=2),
+    "host_bfloat16_accumulation": Setup(dtype=torch.bfloat16, accumulation=2),
+    "part": Setup(ratio=0.37),
+    "part_accumulation": Setup(ratio=0.37, accumulation=2),
+    "device": Setup(tier="device"),
+    "stage0": Setup(stage=0),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", SETUPS)
+def test_allocation_is_the_plan_and_the_formula(name: str, world: int, small: Path) -> None:
+    setup = SETUPS[name]
+    share = 0.0 if setup.tier == "device" else setup.ratio
+    state_bytes = 16 if setup.accumulation > 1 else 12
+    param_bytes = setup.dtype.itemsize
+    grad_bytes = 4 if setup.accumulation > 1 else param_bytes
+    for rank in run_on_ranks(world, usage_job, small, setup):
+        plan: MemoryPlan = rank["plan"]
+        device, host = rank["usage"]
+        assert host == plan.host_bytes
+        assert device == plan.device_state_bytes
+        shards = 1 if setup.stage == 0 else world
+        elements = rank["num_params"] / shards
+        # a split group may be smaller than the largest, so the slots have an upper bound only
+        slots = 2 * rank["largest"] / shards * (grad_bytes + param_bytes) if share else 0
+        assert device == pytest.approx(state_bytes * elements * (1 - share), rel=0.05)
+        assert plan.host_state_bytes == pytest.approx(state_bytes * elements * share, rel=0.05)
+        if share == 1:
+            assert host == pytest.approx(state_bytes * elements + slots, rel=0.05)
+        assert host <= 1.05 * (state_bytes * elements * share + slots)
+
+
+@pytest.mark.parametrize("name", ["host", "host_accumulation", "part", "device"])
+def test_the_process_grows_by_the_plan(name: str, large: Path) -> None:
+    (rank,) = run_on_fresh_ranks(1, usage_job, large, SETUPS[name])
+    planned = rank["plan"].host_bytes + rank["plan"].device_state_bytes
+    assert rank["num_params"] > 30e6 and planned > 360e6
+    # huge pages round every tensor's end up to 2 MiB, far within the 5%
+    assert rank["grown"] == pytest.approx(planned, rel=0.05)
+
+
+def test_memory_is_flat_over_30_steps(small: Path) -> None:
+    for rank in run_on_fresh_ranks(2, usage_job, small, Setup(ratio=0.6, accumulation=2), 30):
+        early, late = median(rank["resident"][5:15]), median(rank["resident"][20:])
+        # shards, states or gradients kept in every step would be 27 MB or more; the process breathes by 6 MB
+        assert late - early < 12e6
+
+
+def test_host_memory_does_not_depend_on_the_number_of_ranks(small: Path) -> None:
+    totals = [sum(rank["usage"][1] for rank in run_on_ranks(world, usage_job, small, Setup())) for world in (1, 2, 4)]
+    assert totals == pytest.approx([totals[0]] * 3, rel=0.05)
+    assert totals[0] > 12 * 900_000
+
+
+# ---- the machine --------------------------------------------------------------------------------------------------
+
+PLAN = MemoryPlan(
+    param_bytes=2 * 2**30,
+    grad_bytes=2 * 2**30,
+    device_state_bytes=0,
+    gathered_bytes=2**30,
+    host_state_bytes=11 * 2**30,
+    pinned_bytes=2**30,
+)
+HOST = TieredOptions(tier=Tier.HOST)
+
+
+def test_a_plan_that_fits_passes() -> None:
+    check_plan(PLAN, MachineMemory(48 * 2**30, 5 * 2**30), 4, HOST)
+    check_plan(PLAN, MachineMemory(48 * 2**30, None), 4, HOST)
+
+
+def test_too_little_host_memory_says_what_would_fit() -> None:
+    with pytest.raises(UserError) as caught:
+        check_plan(PLAN, MachineMemory(36 * 2**30, None), 4, HOST)
+    (problem,) = caught.value.problems
+    assert "need 48.0 GiB on this machine (4 x 12.0), 36.0 GiB are free" in problem
+    assert "set engine.ratio to 0.75 or less" in problem
+    with pytest.raises(UserError, match=r"engine.ratio to 0\.30 or less"):
+        check_plan(PLAN, MachineMemory(36 * 2**30, None), 4, replace(HOST, ratio=0.4))
+    with pytest.raises(UserError, match="smaller model or more memory"):
+        check_plan(PLAN, MachineMemory(2**20, None), 4, HOST)
+
+
+def test_too_little_device_memory_names_the_host_tier() -> None:
+    plan = replace(PLAN, device_state_bytes=12 * 2**30, host_state_bytes=0, pinned_bytes=0)
+    with pytest.raises(UserError) as caught:
+        check_plan(plan, MachineMemory(2**40, 16 * 2**30), 1, TieredOptions())
+    (problem,) = caught.value.problems
+    assert "17.0 GiB" in problem and "16.0 GiB are free" in problem and "engine.offload_optimizer=host" in problem
+
+
+def test_both_problems_come_together() -> None:
+    with pytest.raises(UserError) as caught:
+        check_plan(PLAN, MachineMemory(2**30, 2**30), 1, HOST)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["host memory", "device memory"]
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_the_tightest_control_group_of_version_2_is_believed(tmp_path: Path) -> None:
+    write(tmp_path / "proc/self/cgroup", "0::/user/job\n")
+    for folder, limit, used, cache in (("user", 900, 800, 50), ("user/job", 1000, 700, 300), ("", 5000, 0, 0)):
+        base = tmp_path / "sys/fs/cgroup" / folder
+        write(base / "memory.max", f"{limit}\n")
+        write(base / "memory.current", f"{used}\n")
+        write(base / "memory.stat", f"anon 3\ninactive_file {cache}\n")
+    assert host_available_bytes(tmp_path) == 900 - 800 + 50
+    write(tmp_path / "sys/fs/cgroup/user/memory.max", "max\n")
+    assert host_available_bytes(tmp_path) == 1000 - 700 + 300
+
+
+def test_control_groups_of_version_1_are_read_too(tmp_path: Path) -> None:
+    write(tmp_path / "proc/self/cgroup", "5:cpu,cpuacct:/other\n4:memory:/box\n0::/\n")
+    base = tmp_path / "sys/fs/cgroup/memory/box"
+    write(base / "memory.limit_in_bytes", "2000\n")
+    write(base / "memory.usage_in_bytes", "1500\n")
+    write(base / "memory.stat", "inactive_file 7\ntotal_inactive_file 100\n")
+    write(base.parent / "memory.limit_in_bytes", f"{2**63 - 4096}\n")  # no limit
+    write(base.parent / "memory.usage_in_bytes", "1500\n")
+    write(base.parent / "memory.stat", "total_inactive_file 0\n")
+    assert host_available_bytes(tmp_path) == 600
+
+
+def test_without_a_limit_the_machine_counts(tmp_path: Path) -> None:
+    import psutil
+
+    write(tmp_path / "proc/self/cgroup", "0::/job\n")
+    write(tmp_path / "sys/fs/cgroup/job/memory.max", "max\n")
+    for root in (tmp_path, tmp_path / "nothing"):
+        assert host_available_bytes(root) == pytest.approx(psutil.virtual_memory().available, rel=0.2)
