@@ -179,4 +179,5 @@ def finish(run: Run, folder: Path) -> None:
         )
     if run.ranks.rank == 0:
         plot_loss(folder / "metrics.jsonl", folder / "loss.png")
-        print(end_summary(read_metrics(folder / "metrics.jsonl"), str(folder / "model") if run.recipe.export.save else "not saved")), flush=True)
+        where = str(folder / "model") if run.recipe.export.save else "not saved (export.save is false)"
+        print(end_summary(read_metrics(folder / "metrics.jsonl"), where), flush=True)
