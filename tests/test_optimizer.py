@@ -59,7 +59,8 @@ def zero_lr_job(folder: Path, setup: Setup) -> tuple[Tensors, Tensors, Tensors]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_lr_0_leaves_every_weight_bit_equal(stage: int, dtype: torch.dtype, odd_llama: Path) -> None:
-    setup = Setup(stage=stage, ratio=0.7, lr=0.0, dtype=dtype, clip=0.05, accumulation=1 + stage % 2)
+    schedule = ["synchronous", "deferred", "speculative", "auto"][stage]
+    setup = Setup(stage=stage, ratio=0.7, schedule=schedule, lr=0.0, dtype=dtype, clip=0.05, accumulation=1 + stage % 2)
     before, after, states = run_on_ranks(2, zero_lr_job, odd_llama, setup)[0]
     assert sum(int((w == 0).logical_and(w.signbit()).sum()) for w in before.values()) > 100
     assert changed(before, after) == []
@@ -100,8 +101,15 @@ def bad_gradient_job(folder: Path, setup: Setup, bad: float) -> dict[str, Any]:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(
     "setup",
-    [Setup(ratio=0.5, clip=1.0), Setup(tier="device"), Setup(stage=1, accumulation=2), Setup(accumulation=2, clip=1.0)],
-    ids=["host", "device", "stage1-accumulation", "accumulation"],
+    [
+        Setup(ratio=0.5, clip=1.0),
+        Setup(tier="device"),
+        Setup(stage=1, accumulation=2),
+        Setup(accumulation=2, clip=1.0),
+        Setup(ratio=0.5, clip=1.0, schedule="deferred"),
+        Setup(accumulation=2, schedule="deferred"),
+    ],
+    ids=["host", "device", "stage1-accumulation", "accumulation", "deferred", "deferred-accumulation"],
 )
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
     setup: Setup, bad: float, odd_llama: Path

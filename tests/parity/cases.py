@@ -29,6 +29,8 @@ FACTORS: dict[str, Sequence[Any]] = {
     "accumulation": (1, 4),
     "tied": (False, True),
     "two_groups": (False, True),
+    # `immediate` knows no clipping: it is compared to the bit elsewhere
+    "schedule": ("synchronous", "deferred", "speculative", "auto"),
 }
 
 
@@ -49,6 +51,7 @@ def make_case(values: Mapping[str, Any]) -> Case:
         stage=values["stage"],
         tier=tier,
         ratio=ratio,
+        schedule=values["schedule"],
         accumulation=values["accumulation"],
         clip=CLIP[values["clip"]],
         freeze=FREEZE[values["freeze"]],
@@ -58,6 +61,7 @@ def make_case(values: Mapping[str, Any]) -> Case:
         f"world{values['world']}",
         f"stage{values['stage']}",
         values["tier"],
+        values["schedule"],
         f"accum{values['accumulation']}",
         f"clip_{values['clip']}",
         f"freeze_{values['freeze']}",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from heavylift.config.schema import ModelConfig, Tier
+from heavylift.config.schema import ModelConfig, Schedule, Tier
 from heavylift.engine import Engine, StepResult, build_optimizer
 from heavylift.models.load import build_on_meta, load_hf_config, load_weights, materialise
 from heavylift.offload.optimizer import TieredOptions
@@ -31,6 +31,7 @@ class Setup:
     stage: int = 3
     tier: str = "host"
     ratio: float = 1.0
+    schedule: str = "synchronous"
     accumulation: int = 1
     clip: float = 0.0
     freeze: tuple[str, ...] = ()
@@ -62,6 +63,7 @@ def build(folder: Path, setup: Setup) -> Engine:
     options = TieredOptions(
         tier=Tier(setup.tier),
         ratio=setup.ratio,
+        schedule=Schedule(setup.schedule),
         accumulate=setup.accumulation > 1,
         max_grad_norm=setup.clip,
         native=setup.native,
