@@ -108,7 +108,7 @@ def set_up(recipe: Recipe) -> Run:
     check_disk(recipe, num_params)
     prepare_layers(model, recipe.train, ranks.device)
     sharded = shard_model(model, recipe.engine.zero_stage, make_mesh(recipe.engine.zero_stage, ranks.device.type))
-    options = tiered_options(recipe, ranks)
+    options = tiered_options(recipe, split_cores(ranks.local_rank, ranks.local_world_size))
     plan = plan_memory(sharded, options, dtype)
     check_plan(plan, measure(ranks.device), ranks.local_world_size, options)
     materialise(model, ranks.device)
@@ -193,9 +193,8 @@ def prepare_layers(model: nn.Module, config: TrainConfig, device: torch.device) 
             layer.compile(fullgraph=True)
 
 
-def tiered_options(recipe: Recipe, ranks: Ranks) -> TieredOptions:
-    """The optimizer's options of a recipe, with this rank's cores."""
-    cores = split_cores(ranks.local_rank, ranks.local_world_size)
+def tiered_options(recipe: Recipe, cores: list[int]) -> TieredOptions:
+    """The optimizer's options of a recipe, for a process that has these CPU cores."""
     threads = recipe.engine.cpu_threads
     if threads != "auto":
         # more threads than cores of its own: let the system place them
