@@ -66,8 +66,9 @@ def stored(folder: Path) -> Tensors:
     return tensors
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 0), (2, 1), (2, 3), (4, 3)])
+@pytest.mark.parametrize(
+    ("world", "stage", "tied"), [(1, 3, True), (2, 0, True), (2, 1, False), (2, 3, False), (2, 3, True), (4, 3, False)]
+)
 def test_float32_export_is_the_model_in_memory(
     world: int, stage: int, tied: bool, folders: dict[bool, Path], tmp_path: Path
 ) -> None:

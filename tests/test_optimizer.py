@@ -98,7 +98,7 @@ def bad_gradient_job(folder: Path, setup: Setup, bad: float) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize(
     "setup",
     [
