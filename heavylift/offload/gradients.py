@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.hooks import RemovableHandle
 
 from heavylift.config.schema import Tier
 from heavylift.offload.groups import Group, Segment, local_tensor
@@ -34,16 +35,21 @@ class GradientAccumulation:
         self._stepper = stepper
         self._reduced: tuple[Group, torch.Tensor] | None = None
         self._parts = dict(zip(groups, parts, strict=True))
+        self._hooks: list[RemovableHandle] = []
+        self._closed = False
         self.with_grad: set[Segment] = set()
         """Segments that got a gradient since the last step."""
         for group in groups:
             if isinstance(group.module, FSDPModule) and group.dtype != torch.float32:
                 group.module.set_all_reduce_hook(partial(self._on_reduced, group))
             for segment in group.segments:
-                segment.param.register_post_accumulate_grad_hook(partial(self._on_grad, group, segment))
+                hook = partial(self._on_grad, group, segment)
+                self._hooks.append(segment.param.register_post_accumulate_grad_hook(hook))
 
     def _on_reduced(self, group: Group, flat: torch.Tensor) -> None:
         """FSDP2 hands over the group's flat float32 gradient, before it rounds it."""
+        if self._closed:
+            return
         if flat.is_cuda:
             # the buffer belongs to the reduce-scatter stream, which may re-use it once FSDP2 lets it go
             flat.record_stream(torch.cuda.current_stream())
@@ -88,6 +94,15 @@ class GradientAccumulation:
                 part.accumulator.zero_()
         self.with_grad.clear()
         self._reduced = None
+
+    def close(self) -> None:
+        """Lets go of the parameters and the states."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._parts.clear()  # FSDP2 has no way to take back the hook that leads here
+        self._reduced = None
+        self._closed = True
 
 
 def shard_process_groups(groups: Sequence[Group]) -> list[dist.ProcessGroup]:

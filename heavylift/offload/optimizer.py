@@ -103,6 +103,7 @@ class TieredAdamW(torch.optim.Optimizer):
         options: TieredOptions | None = None,
     ) -> None:
         self._laid_out = False
+        self._closed = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.options = options or TieredOptions()
         self.usage = TierUsage()
@@ -143,7 +144,7 @@ class TieredAdamW(torch.optim.Optimizer):
                 self.groups,
                 self.parts,
                 self._stepper,
-                self._begin_segment,
+                self._segment_step,
                 self._begin_step,
                 self.usage,
                 options.keeps_gradients,
@@ -177,7 +178,13 @@ class TieredAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Norm, then every group by the schedule. Returns the closure's loss, if any."""
+        """Norm, then every group by the schedule. Returns the closure's loss, if any.
+
+        Raises RuntimeError after `close`, when the step before failed on the worker, and when hyperparameters changed
+        after a backward that had taken the step already.
+        """
+        if self._closed:
+            raise RuntimeError("this optimizer is closed")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -189,6 +196,9 @@ class TieredAdamW(torch.optim.Optimizer):
         else:
             self._step_overlapped(self._overlap)
         self.num_skipped_steps += self.skipped
+        for group in self.groups:
+            if group.module is None:
+                group.gate.wait()  # nothing in the next forward would
         return loss
 
     def _step_now(self) -> None:
@@ -287,6 +297,10 @@ class TieredAdamW(torch.optim.Optimizer):
     def _begin_segment(self, segment: Segment) -> SegmentStep:
         """Counts the segment's step and takes the hyperparameters as they are now."""
         segment.num_steps += 1
+        return self._segment_step(segment)
+
+    def _segment_step(self, segment: Segment) -> SegmentStep:
+        """The segment's step by its count and the hyperparameters as they are now."""
         pg = self.param_groups[self._param_group_of[segment.param]]
         beta1, beta2 = pg["betas"]
         hyper = AdamWHyper(float(pg["lr"]), beta1, beta2, pg["eps"], pg["weight_decay"], segment.num_steps)
@@ -303,6 +317,7 @@ class TieredAdamW(torch.optim.Optimizer):
         """Before anything of a step: the one before is whole, and the masters are those of the parameters."""
         if self._overlap is not None:
             self._overlap.worker.drain()
+            self._overlap.speculate_next = self._speculates()  # betas may have been edited
         self._follow_parameters()
 
     @torch.no_grad()
@@ -332,7 +347,13 @@ class TieredAdamW(torch.optim.Optimizer):
         load_optimizer_state(self, state_dict)
 
     def close(self) -> None:
-        """Ends the threads and unlocks the pages. The optimizer cannot step afterwards."""
+        """Waits for a step under way, ends the threads, unlocks the pages and lets go of the parameters' gradients.
+
+        The optimizer cannot step afterwards; another one may be made of the same parameters.
+        """
+        self._closed = True
+        if self._accumulation is not None:
+            self._accumulation.close()
         if self._overlap is not None:
             self._overlap.close()
         self._stepper.host.close()

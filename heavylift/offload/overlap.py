@@ -26,8 +26,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from heavylift.config.schema import Tier
+from heavylift.offload.gates import Gate
 from heavylift.offload.groups import Group, Segment
 from heavylift.offload.states import Part
 from heavylift.offload.stepping import Operation, PartStepper, SegmentStep, on_stream, record, scaled
@@ -42,7 +44,7 @@ class Worker:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Gate, Callable[[], None]] | None] = queue.SimpleQueue()
         self._pending = 0
         self._idle = threading.Condition()
         self._error: BaseException | None = None
@@ -55,23 +57,31 @@ class Worker:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         torch.set_grad_enabled(False)  # grad mode is per thread
-        while (task := self._tasks.get()) is not None:
+        while (item := self._tasks.get()) is not None:
+            gate, task = item
             start_s = time.perf_counter()
             try:
                 if self._error is None:
                     task()
             except BaseException as error:  # told to the main thread, which ends the run
                 self._error = error
+            if self._error is not None:
+                # also for the tasks after the one that failed: a reader would wait for them for ever
+                gate.open(None, self._error)
             self.busy_s += time.perf_counter() - start_s
             with self._idle:
                 self._pending -= 1
                 self._idle.notify_all()
 
-    def submit(self, task: Callable[[], None]) -> None:
-        """Runs `task` after those before it."""
+    def submit(self, gate: Gate, task: Callable[[], None]) -> None:
+        """Closes `gate` and runs `task`, whose last act is to open it, after those before it.
+
+        When a task fails, its gate and those of all later tasks are opened with its error.
+        """
+        gate.close()
         with self._idle:
             self._pending += 1
-        self._tasks.put(task)
+        self._tasks.put((gate, task))
 
     def drain(self) -> None:
         """Waits until nothing is left to do. Raises what a task raised."""
@@ -96,7 +106,10 @@ class _GroupState:
     """What is known of a group's gradient in the step at hand."""
 
     arrived: list[Segment] = field(default_factory=list)
+    ready: bool = False
+    """All gradients that will come are there, and have been taken."""
     steps: tuple[SegmentStep, ...] = ()
+    """Set when the group is stepped: in backward or at the step."""
     grads_device: torch.Tensor | None = None
     """Flat gradient on the device, kept for the device part."""
     d2h_event: torch.cuda.Event | None = None
@@ -115,18 +128,19 @@ class OverlappedSteps:
         groups: Sequence[Group],
         parts: Sequence[Sequence[Part]],
         stepper: PartStepper,
-        begin_segment: Callable[[Segment], SegmentStep],
+        segment_step: Callable[[Segment], SegmentStep],
         begin_step: Callable[[], None],
         usage: TierUsage,
         keeps_gradients: bool,
         max_grad_norm: float,
     ) -> None:
-        """`keeps_gradients` is false with gradient accumulation: then nothing is collected in backward here."""
+        """`segment_step`: a segment with the hyperparameters as they are now; `begin_step` runs before anything else of
+        a step. `keeps_gradients` is false with gradient accumulation: then nothing is collected in backward here."""
         self._groups = tuple(groups)
         self._parts = dict(zip(groups, parts, strict=True))
         self._host_part = {g: next((p for p in ps if p.tier is Tier.HOST), None) for g, ps in self._parts.items()}
         self._stepper = stepper
-        self._begin_segment = begin_segment
+        self._segment_step = segment_step
         self._begin_step = begin_step
         self._max_grad_norm = max_grad_norm
         device = self._groups[0].device
@@ -142,12 +156,14 @@ class OverlappedSteps:
         """Sum of squares of each group's gradient."""
         self._kept: dict[Part, torch.Tensor] = {}
         self._slab: HostSlab | None = None
+        self._hooks: list[RemovableHandle] = []
         if not keeps_gradients:
             return
         self._allocate_kept(device, usage)
         for index, group in enumerate(self._groups):
             for segment in group.segments:
-                segment.param.register_post_accumulate_grad_hook(partial(self._on_grad, index, group, segment))
+                hook = partial(self._on_grad, index, group, segment)
+                self._hooks.append(segment.param.register_post_accumulate_grad_hook(hook))
 
     def _allocate_kept(self, device: torch.device, usage: TierUsage) -> None:
         host_parts = [part for part in self._host_part.values() if part is not None]
@@ -163,12 +179,7 @@ class OverlappedSteps:
     @torch.no_grad()
     def _on_grad(self, index: int, group: Group, segment: Segment, _: torch.Tensor) -> None:
         """Runs in the stream that reduced the gradient. A group is ready when its last parameter has one."""
-        if not self._in_step:
-            self._in_step = True
-            self._speculating = self.speculate_next
-            # not earlier: until the worker was idle, a copy of them could still be under way
-            self.sums.zero_()
-            self._begin_step()
+        self._begin_once()
         state = self._state[group]
         if segment in state.arrived:
             raise RuntimeError(
@@ -179,10 +190,21 @@ class OverlappedSteps:
         if len(state.arrived) == len(group.segments):
             self._group_ready(index, group)
 
+    def _begin_once(self) -> None:
+        """At the first gradient of a step, or in step() where there is none."""
+        if self._in_step:
+            return
+        self._in_step = True
+        self._begin_step()
+        self._speculating = self.speculate_next
+        # not earlier: until the worker was idle, a copy of them could still be under way
+        self.sums.zero_()
+
     def _group_ready(self, index: int, group: Group) -> None:
         state, streams = self._state[group], self._stepper.streams
-        arrived = set(state.arrived)
-        state.steps = tuple(self._begin_segment(segment) for segment in group.segments if segment in arrived)
+        state.ready = True
+        if self._speculating:
+            self._begin_group(group)
         flat = group.grads()
         self.sums[index] = self._stepper.device.sum_squares(flat)
         for segment in state.arrived:
@@ -200,8 +222,16 @@ class OverlappedSteps:
         state.d2h_event = record(streams.d2h)
         self._hold_until_copied(state.d2h_event, flat)
         if self._speculating:
-            group.gate.close()
-            self.worker.submit(partial(self._speculate, index, host_part, state.steps, state.d2h_event))
+            task = partial(self._speculate, index, host_part, state.steps, state.d2h_event)
+            self.worker.submit(group.gate, task)
+
+    def _begin_group(self, group: Group) -> None:
+        """Counts the step of the segments with a gradient and takes the hyperparameters as they are now."""
+        state = self._state[group]
+        arrived = set(state.arrived)
+        for segment in state.arrived:
+            segment.num_steps += 1
+        state.steps = tuple(self._segment_step(segment) for segment in group.segments if segment in arrived)
 
     def _hold_until_copied(self, event: torch.cuda.Event | None, flat: torch.Tensor) -> None:
         """Keeps the reduced gradient, which belongs to the reduce stream's pool, until the copy out of it is done."""
@@ -211,49 +241,69 @@ class OverlappedSteps:
             self._in_flight.popleft()
         self._in_flight.append((event, flat))
 
-    def flush(self) -> set[Segment]:
-        """After backward: groups of which a parameter got no gradient are as ready as they will be.
-
-        Returns the segments with a gradient.
-        """
+    def flush(self) -> None:
+        """After backward: groups of which a parameter got no gradient are as ready as they will be."""
+        self._begin_once()
         for index, group in enumerate(self._groups):
             state = self._state[group]
-            if state.arrived and not state.steps:
+            if state.arrived and not state.ready:
                 self._group_ready(index, group)
-        return {segment for state in self._state.values() for segment in state.arrived}
 
     # ---- at the step ----------------------------------------------------------------------------------------------
 
     def finish(self, coefficient: float, skip: bool) -> None:
-        """The norm is known: device parts are stepped here, host parts by the worker, in forward order."""
+        """The norm is known: device parts are stepped here, host parts by the worker, in forward order.
+
+        Raises RuntimeError where a step taken in backward had other hyperparameters than it should have by now.
+        """
+        if self._speculating:
+            self._check_unchanged()
         for group in self._groups:
             state = self._state[group]
-            if skip:
+            if self._speculating and skip:
                 for step in state.steps:
                     step.segment.num_steps -= 1
+            elif not self._speculating and not skip:
+                self._begin_group(group)
+            if not state.steps:
+                continue
             steps = scaled(state.steps, coefficient)
             for part in self._parts[group]:
-                if part.tier is Tier.DEVICE:
-                    if not skip:
-                        self._stepper.step_device_part(part, steps, state.grads_device)
-                else:
+                if part.tier is Tier.HOST:
                     self._finish_host_part(part, state, steps, coefficient, skip)
+                elif not skip:
+                    self._step_device_part(part, steps, state.grads_device)
         self._in_step = False
         for group in self._groups:
             self._state[group] = _GroupState()
 
+    def _check_unchanged(self) -> None:
+        for state in self._state.values():
+            for step in state.steps:
+                now = self._segment_step(step.segment)
+                if now != step:
+                    raise RuntimeError(
+                        f"{step.segment.name}: its step was taken during backward with {step.hyper}, but at step() its "
+                        f"parameter group asks for {now.hyper}: change hyperparameters before backward, or take "
+                        "schedule deferred or synchronous"
+                    )
+
+    def _step_device_part(self, part: Part, steps: list[SegmentStep], grads: torch.Tensor | None = None) -> None:
+        self._stepper.step_device_part(part, steps, grads)
+        for step in steps:
+            step.segment.mark_seen()  # a group without a host part has no gate that would
+
     def _finish_host_part(
         self, part: Part, state: _GroupState, steps: list[SegmentStep], coefficient: float, skip: bool
     ) -> None:
+        gate = part.group.gate
         if self._speculating:
             if not skip and coefficient == 1.0:
                 return
             operation = Operation.UNDO if skip else Operation.CORRECT
-            part.group.gate.close()
-            self.worker.submit(partial(self._revise, part, state.steps, operation, coefficient))
+            self.worker.submit(gate, partial(self._revise, part, state.steps, operation, coefficient))
         elif not skip:
-            part.group.gate.close()
-            self.worker.submit(partial(self._step, part, steps, state.d2h_event))
+            self.worker.submit(gate, partial(self._step, part, steps, state.d2h_event))
 
     # ---- on the worker --------------------------------------------------------------------------------------------
 
@@ -298,12 +348,8 @@ class OverlappedSteps:
         coefficient: float,
         grads_host: torch.Tensor | None = None,
     ) -> None:
-        try:
-            grads = self._kept[part] if grads_host is None else grads_host
-            self._stepper.step_host_part(part, steps, grads, operation, coefficient)
-        except BaseException as error:
-            part.group.gate.open(None, error)
-            raise
+        grads = self._kept[part] if grads_host is None else grads_host
+        self._stepper.step_host_part(part, steps, grads, operation, coefficient)
 
     # ---- with gradient accumulation -------------------------------------------------------------------------------
 
@@ -313,18 +359,20 @@ class OverlappedSteps:
             for part in self._parts[group]:
                 assert part.accumulator is not None
                 if part.tier is Tier.DEVICE:
-                    self._stepper.step_device_part(part, steps_of[group])
+                    self._step_device_part(part, steps_of[group])
                     part.accumulator.zero_()
                 elif steps_of[group]:
-                    group.gate.close()
-                    self.worker.submit(partial(self._step_accumulated, part, steps_of[group]))
+                    self.worker.submit(group.gate, partial(self._step_accumulated, part, steps_of[group]))
 
     def _step_accumulated(self, part: Part, steps: Sequence[SegmentStep]) -> None:
         assert part.accumulator is not None
         self._run_host(part, steps, Operation.STEP, 1.0, part.accumulator)
 
     def close(self) -> None:
-        """Ends the worker and unlocks the pages."""
+        """Lets go of the parameters, ends the worker after its tasks and unlocks the pages."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         self.worker.close()
         if self._slab is not None:
             self._slab.close()
