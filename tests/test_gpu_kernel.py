@@ -55,5 +55,23 @@ def test_fused_step_equals_specification(
         assert torch.equal(_bits(cpu), _bits(fused.cpu())), f"{name}: fused differs"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("numel", [0, 1, 1023, 16384, 1_000_003])
+def test_sum_of_squares(numel: int, dtype: torch.dtype) -> None:
+    from heavylift.offload.fused_gpu import FusedGpuKernel
+
+    generator = torch.Generator().manual_seed(numel)
+    x = (torch.exp(4 * torch.randn(numel, generator=generator)) * torch.randn(numel, generator=generator)).to(dtype)
+    exact = x.double().square().sum()
+    sums = [FusedGpuKernel().sum_squares(x.cuda()).cpu() for _ in range(3)]
+    assert sums[0].dtype == torch.float64
+    assert abs(sums[0] - exact) <= 1e-14 * exact
+    assert sums[0] == sums[1] == sums[2]
+    if numel:
+        for bad in (float("nan"), float("inf")):
+            x[numel // 2] = bad
+            assert not torch.isfinite(FusedGpuKernel().sum_squares(x.cuda()))
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)

@@ -14,6 +14,7 @@ from heavylift.offload.adamw import AdamWHyper, check_step_tensors
 from heavylift.offload.kernels import PlainKernel
 
 _BLOCK = 4096
+_SUM_BLOCK, _SUM_BLOCKS = 1024, 16
 
 
 @triton.jit
@@ -53,8 +54,31 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]  # Triton's compiler reads th
     tl.store(param_ptr + offsets, p.to(param_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _sum_squares_kernel(x_ptr, partial_ptr, numel, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    start = tl.program_id(0).to(tl.int64) * BLOCK * BLOCKS
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    for block in range(BLOCKS):
+        offsets = start + block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + offsets, mask=offsets < numel, other=0.0).to(tl.float64)
+        total += x * x
+    tl.store(partial_ptr + tl.program_id(0), tl.sum(total, axis=0))
+
+
 class FusedGpuKernel(PlainKernel):
-    """The fused step; sums and norms are plain PyTorch, which is fused enough there."""
+    """The fused step, and the norm in one pass."""
+
+    def sum_squares(self, tensor: torch.Tensor) -> torch.Tensor:
+        """float64 throughout. PyTorch's `vector_norm(dtype=float64)` first writes a float64 copy: ten times the
+        traffic of a bfloat16 gradient, and 5% of a whole step of an 8B model on two H200."""
+        numel = tensor.numel()
+        if numel == 0 or not tensor.is_contiguous():
+            return super().sum_squares(tensor)
+        num_programs = triton.cdiv(numel, _SUM_BLOCK * _SUM_BLOCKS)
+        partial = torch.empty(num_programs, dtype=torch.float64, device=tensor.device)
+        _sum_squares_kernel[(num_programs,)](tensor, partial, numel, BLOCK=_SUM_BLOCK, BLOCKS=_SUM_BLOCKS, num_warps=4)
+        # one partial sum per program, added in a fixed order: the same bits every time
+        return partial.sum()
 
     def step(
         self,
