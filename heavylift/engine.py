@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from heavylift.models.chunked_loss import Targets
+from heavylift.models.loss_head import find_loss_head
 from heavylift.offload.groups import make_group
 from heavylift.offload.optimizer import TieredAdamW, TieredOptions
 from heavylift.sharding import ShardedModel
@@ -62,6 +64,7 @@ class Engine:
         self.sharded = sharded
         self.optimizer = optimizer
         self.device = device
+        self._loss_head = find_loss_head(sharded.module)
 
     @property
     def module(self) -> nn.Module:
@@ -108,6 +111,9 @@ class Engine:
     def _loss_sum(self, batch: MicroBatch) -> torch.Tensor:
         # no attention mask: with padding on the right, causal attention never lets a real token see a pad
         input_ids = batch.input_ids.to(self.device, non_blocking=True)
+        if self._loss_head is not None:
+            targets = Targets.of(batch.labels, self.device)
+            return self._loss_head.loss_sum(self.module, input_ids, targets)
         labels = batch.labels.to(self.device, non_blocking=True)
         return sum_token_losses(self.module(input_ids=input_ids, use_cache=False).logits, labels)
 

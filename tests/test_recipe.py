@@ -131,7 +131,10 @@ def test_missing_keys_and_sections(tmp_path: Path) -> None:
         ("  learning_rate: .inf", "train.learning_rate: expected a number ≥ 0, got inf"),
         ("  adam_beta1: 1", "train.adam_beta1: expected a number ≥ 0 and < 1, got 1"),
         ("  compile: perhaps", "train.compile: expected auto or true or false, got 'perhaps'"),
-        ("  gradient_checkpointing: 3", "train.gradient_checkpointing: expected true or false, got 3"),
+        (
+            "  gradient_checkpointing: 3",
+            "train.gradient_checkpointing: expected true or false or one of full, selective, got 3",
+        ),
         ("  seed: {a: 1}", "train.seed: expected a whole number ≥ 0 and < 4294967296, got a mapping"),
         ("  seed: !!int abc", "train.seed: expected a whole number ≥ 0 and < 4294967296, got 'abc'"),
         ("  seed:", "train.seed: expected a whole number ≥ 0 and < 4294967296, got nothing"),

@@ -178,8 +178,16 @@ class TrainConfig(Section):
     """Added to the root of the second moment."""
     max_grad_norm: Annotated[Float, Field(ge=0)] = 1.0
     """Clip the global gradient norm to this; 0 turns clipping off."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in backward instead of keeping its activations (non-reentrant)."""
+    gradient_checkpointing: bool | Literal["full", "selective"] = False
+    """Recompute each layer in backward instead of keeping its activations (non-reentrant). `true` or `full`: all of it;
+    `selective`: all but the outputs of matmuls and attention, which are kept."""
+    checkpoint_every: Annotated[Int, Field(ge=1)] = 1
+    """With `gradient_checkpointing`: recompute only every N-th layer, beginning with the first."""
+    cpu_checkpointing: bool = False
+    """With `gradient_checkpointing`: keep the inputs of the recomputed layers in host memory."""
+    loss_chunk_tokens: Literal["auto"] | Annotated[Int, Field(ge=0)] = "auto"
+    """Trained tokens whose logits exist at a time. `auto`: as many as have about 256 MiB of float32 logits; whole
+    logits for models that change them after the head. 0: whole logits."""
     compile: Literal["auto"] | bool = "auto"
     """Compile each decoder layer. `auto`: on a GPU."""
     logging_steps: Annotated[Int, Field(ge=1)] = 1
@@ -191,7 +199,15 @@ class TrainConfig(Section):
     def _check(self) -> Self:
         if self.warmup_ratio and self.warmup_steps:
             raise ValueError("give warmup_ratio or warmup_steps, not both")
+        if not self.gradient_checkpointing and (self.cpu_checkpointing or self.checkpoint_every != 1):
+            key = "cpu_checkpointing" if self.cpu_checkpointing else "checkpoint_every"
+            raise ValueError(f"{key} says how layers are recomputed, and none is: set gradient_checkpointing to true")
         return self
+
+    @property
+    def recomputes_everything(self) -> bool:
+        """Whether the forward of all layers runs twice, as the usual FLOPs formula for checkpointing has it."""
+        return self.gradient_checkpointing in (True, "full") and self.checkpoint_every == 1
 
 
 class EngineConfig(Section):

@@ -102,7 +102,7 @@ def _metrics(
     memory: tuple[float, float],
 ) -> StepMetrics:
     plan = run.data.train
-    recompute = run.recipe.train.gradient_checkpointing
+    recompute = run.recipe.train.recomputes_everything
     counted = sum(
         examples_flops(
             run.num_params, shape.num_layers, shape.hidden, b.input_ids.shape[1], b.input_ids.shape[0], recompute

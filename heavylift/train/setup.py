@@ -5,8 +5,9 @@ What can fail cheaply comes first: tokenising before the process group exists, t
 
 from __future__ import annotations
 
+import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from heavylift.data.tokenise import load_samples
 from heavylift.engine import Engine, build_optimizer, parameter_groups
 from heavylift.errors import UserError
 from heavylift.launch.cores import split_cores, threads_per_rank
-from heavylift.memory.machine import measure
-from heavylift.memory.plan import MemoryPlan, check_plan, make_plan
+from heavylift.memory.boundaries import BoundaryStore
+from heavylift.memory.checkpointing import checkpoint_layers
+from heavylift.memory.machine import host_available_bytes, measure
+from heavylift.memory.plan import GIB, MemoryPlan, check_plan, make_plan
 from heavylift.models.load import (
     build_on_meta,
     check_weights,
@@ -37,9 +40,12 @@ from heavylift.models.load import (
     parameter_counts,
     resolve_dtype,
 )
+from heavylift.models.loss_head import install_loss_head
 from heavylift.offload.groups import make_group, padded_numel
 from heavylift.offload.optimizer import TieredOptions
 from heavylift.sharding import ShardedModel, layers_of, make_mesh, shard_model
+
+logger = logging.getLogger(__name__)
 
 PAD_MULTIPLE = {"cpu": 8, "cuda": 64}
 """Sequences are padded to this: whole tiles of the matrix units, and few different shapes to compile for."""
@@ -106,10 +112,15 @@ def set_up(recipe: Recipe) -> Run:
         check_weights(model, folder)
     num_params, num_trainable = parameter_counts(model)
     check_disk(recipe, num_params)
-    prepare_layers(model, recipe.train, ranks.device)
+    prepare_head(model, recipe.train, ranks.rank)
+    recomputed = prepare_layers(model, recipe.train, ranks.device)
     sharded = shard_model(model, recipe.engine.zero_stage, make_mesh(recipe.engine.zero_stage, ranks.device.type))
     options = tiered_options(recipe, split_cores(ranks.local_rank, ranks.local_world_size))
     plan = plan_memory(sharded, options, dtype)
+    if recipe.train.cpu_checkpointing:
+        slot_bytes = boundary_bytes(recipe.train, data.train, hf_config, dtype)
+        store = keep_boundaries_on_host(recomputed, slot_bytes, ranks)
+        plan = replace(plan, pinned_bytes=plan.pinned_bytes + store.num_bytes)
     check_plan(plan, measure(ranks.device), ranks.local_world_size, options)
     materialise(model, ranks.device)
     if recipe.model.init == "pretrained":
@@ -179,18 +190,53 @@ def start_process_group(ranks: Ranks) -> None:
         dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
 
 
-def prepare_layers(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
-    """Activation checkpointing and compilation, both of which must be there before `fully_shard`."""
+def prepare_head(model: nn.Module, config: TrainConfig, rank: int) -> None:
+    """Lets the head compute the loss in chunks where the recipe and the model allow it; must precede `fully_shard`."""
+    reason = install_loss_head(model, config.loss_chunk_tokens)
+    if reason is not None and rank == 0:
+        logger.warning("train.loss_chunk_tokens: whole logits are computed: %s", reason)
+
+
+def prepare_layers(model: nn.Module, config: TrainConfig, device: torch.device) -> list[nn.Module]:
+    """Activation checkpointing and compilation, both of which must be there before `fully_shard`.
+
+    Returns the layers that are recomputed.
+    """
+    layers = layers_of(model)
+    recomputed: list[nn.Module] = []
     if config.gradient_checkpointing:
-        if not getattr(model, "supports_gradient_checkpointing", False):
+        if not layers or not getattr(model, "supports_gradient_checkpointing", False):
             raise UserError(
                 f"train.gradient_checkpointing: {type(model).__name__} does not support it; set it to false"
             )
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        selective = config.gradient_checkpointing == "selective"
+        recomputed = checkpoint_layers(layers, every=config.checkpoint_every, selective=selective)
     compiles = device.type == "cuda" if config.compile == "auto" else config.compile
     if compiles:
-        for layer in layers_of(model):
+        for layer in layers:
             layer.compile(fullgraph=True)
+    return recomputed
+
+
+def boundary_bytes(config: TrainConfig, batches: BatchPlan, hf_config: Any, dtype: torch.dtype) -> int:
+    """Bytes of what one layer hands to the next, in the widest micro-batch."""
+    hidden = int(hf_config.get_text_config().hidden_size)
+    return config.per_device_train_batch_size * batches.longest * hidden * dtype.itemsize
+
+
+def keep_boundaries_on_host(layers: list[nn.Module], slot_bytes: int, ranks: Ranks) -> BoundaryStore:
+    """Keeps the recomputed layers' inputs on the host. Allocates nothing yet; UserError where they do not fit."""
+    store = BoundaryStore(len(layers), slot_bytes, ranks.device)
+    needed, available = store.num_bytes * ranks.local_world_size, host_available_bytes()
+    if needed > available:
+        raise UserError(
+            f"train.cpu_checkpointing: the inputs of {len(layers)} layers need {needed / GIB:.1f} GiB of host memory "
+            f"on this machine, {available / GIB:.1f} GiB are free; lower train.per_device_train_batch_size, raise "
+            "train.checkpoint_every or set it to false"
+        )
+    for layer in layers:
+        store.attach(layer)
+    return store
 
 
 def tiered_options(recipe: Recipe, cores: list[int]) -> TieredOptions:
