@@ -22,6 +22,7 @@ from heavylift.models.chunked_loss import Targets
 from heavylift.models.loss_head import find_loss_head
 from heavylift.offload.groups import make_group
 from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.offload.timeline import Activity
 from heavylift.sharding import ShardedModel
 
 
@@ -80,14 +81,18 @@ class Engine:
         assert num_trained_tokens > 0, f"{num_trained_tokens=}"
         self.module.train()
         loss_sum = torch.zeros((), dtype=torch.float32, device=self.device)
+        timeline = self.optimizer.timeline
         with attention_kernels(self.device):
             for index, batch in enumerate(micro_batches):
                 self.sharded.set_last_micro_batch(index == len(micro_batches) - 1)
-                batch_sum = self._loss_sum(batch)
+                with timeline.measure(Activity.FORWARD):
+                    batch_sum = self._loss_sum(batch)
                 # gradients are summed over ranks, so each rank divides by the global count
-                (batch_sum / num_trained_tokens).backward()
+                with timeline.measure(Activity.BACKWARD):
+                    (batch_sum / num_trained_tokens).backward()
                 loss_sum += batch_sum.detach()
-        self.optimizer.step()
+        with timeline.measure(Activity.OPTIMIZER):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(loss_sum)
         return StepResult(

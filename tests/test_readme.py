@@ -108,7 +108,7 @@ def name_problems(text: str) -> Problems:
             if not list(ROOT.glob(token)):
                 problems.append(f"no such file: {token}")
         elif token.endswith((".py", ".yaml", ".jsonl", ".md", ".cpp")) and "/" not in token and "*" not in token:
-            readers = {READERS_RECIPE, "my_data.jsonl", "metrics.jsonl", "config.yaml"}
+            readers = {READERS_RECIPE, "my_data.jsonl", "metrics.jsonl", "waits.jsonl", "config.yaml"}
             if token not in readers and token not in FILE_NAMES:
                 problems.append(f"no such file: {token}")
         elif match := re.fullmatch(r"([a-z]+)\.([a-z_0-9]+)(=.*)?", token):

@@ -65,6 +65,26 @@ def train(
 
 
 @app.command()
+def bench(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE.yaml", help="The recipe, mostly with format: random.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Replace single values.")
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes on this machine; as launch.nproc.")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="First steps that the statistics leave out.")] = 3,
+    name: Annotated[str | None, typer.Option(help="Of the result; default: the recipe's.")] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where NAME.json goes.")] = Path("benchmarks/results"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older NAME.json.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Time a recipe's steps and write the numbers: heavylift bench RECIPE.yaml engine.ratio=0.9 --name host"""
+    from heavylift.cli.bench import run_bench
+
+    given = [*(overrides or []), *([f"launch.nproc={nproc}"] if nproc is not None else [])]
+    _end(lambda: run_bench(recipe, given, warmup, name, out, overwrite), debug)
+
+
+@app.command()
 def generate(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face model folder.")],
     prompt: Annotated[str, typer.Argument(help="What to ask.")],

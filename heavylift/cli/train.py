@@ -35,7 +35,7 @@ def run_train(recipe_path: str, overrides: list[str]) -> int:
     num_samples = check(recipe, requested_nproc(recipe))
     nproc = default_nproc(recipe)
     check_processes(recipe, num_samples, nproc)
-    recipe = _resolved(recipe, nproc)
+    recipe = resolved(recipe, nproc)
     return _train_and_show(recipe, lambda path: launch_workers(nproc, [path]))
 
 
@@ -43,11 +43,11 @@ def _as_one_rank(recipe: Recipe) -> int:
     """Under torchrun: rank 0 owns the run folder and speaks, the others only work."""
     first = os.environ["RANK"] == "0"
     check(recipe, int(os.environ["WORLD_SIZE"]), owns_output_dir=first)
-    recipe = _resolved(recipe, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
+    recipe = resolved(recipe, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
     if first:
         return _train_and_show(recipe, lambda path: run_here([path]))
     with tempfile.TemporaryDirectory(prefix="heavylift-") as folder:
-        return run_here([_write_recipe(recipe, Path(folder))])
+        return run_here([write_recipe(recipe, Path(folder))])
 
 
 def _train_and_show(recipe: Recipe, train: Callable[[str], int]) -> int:
@@ -73,7 +73,7 @@ def _train_in_folder(recipe: Recipe, train: Callable[[str], int]) -> int:
     run_folder.make_room()
     try:
         with tempfile.TemporaryDirectory(prefix="heavylift-") as folder:
-            code = train(_write_recipe(recipe, Path(folder)))
+            code = train(write_recipe(recipe, Path(folder)))
     except UserError:
         code = EXIT_USER_ERROR
         raise
@@ -82,7 +82,7 @@ def _train_in_folder(recipe: Recipe, train: Callable[[str], int]) -> int:
     return code
 
 
-def _resolved(recipe: Recipe, nproc: int) -> Recipe:
+def resolved(recipe: Recipe, nproc: int) -> Recipe:
     """The recipe with hub ids replaced by folders and `auto` by the number of processes."""
     model = {"model_name_or_path": str(resolve_model_folder(recipe))}
     if recipe.model.tokenizer_name_or_path is not None:
@@ -95,7 +95,8 @@ def _resolved(recipe: Recipe, nproc: int) -> Recipe:
     )
 
 
-def _write_recipe(recipe: Recipe, folder: Path) -> str:
+def write_recipe(recipe: Recipe, folder: Path) -> str:
+    """Writes the recipe for the workers into `folder`; returns its path."""
     path = folder / "recipe.yaml"
     path.write_text(dump_recipe(recipe), encoding="utf-8")
     return str(path)

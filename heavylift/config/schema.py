@@ -194,6 +194,8 @@ class TrainConfig(Section):
     """Print a step line every N steps (metrics.jsonl has every step)."""
     eval_steps: Annotated[Int, Field(ge=1)] | None = None
     """Evaluate on the held-out share every N steps; it is evaluated before the first and after the last step too."""
+    profile: bool = False
+    """Record steps 3 to 5 of rank 0 in trace.json, for chrome://tracing or ui.perfetto.dev; these steps are slower."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

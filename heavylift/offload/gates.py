@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
+from heavylift.offload.timeline import Activity, Timeline
+
 
 class Gate:
     """Closed while updates of a group's shard are under way; each is opened with the event of the copy that ends it."""
@@ -33,6 +35,24 @@ class Gate:
         self._on_settled = on_settled
         self.waited_s = 0.0
         """Seconds that readers' threads were blocked here since it was last set to 0."""
+        self._timeline: Timeline | None = None
+        self._label = ""
+        self._device_wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._device_wait_taken = True
+
+    def observe(self, timeline: Timeline, label: str) -> None:
+        """From here on waits are reported to `timeline`, and those of readers' streams are timed."""
+        self._timeline, self._label = timeline, label
+
+    def take_device_wait_s(self) -> float:
+        """Seconds that the stream of the first reader since the last call waited for the copy; 0 where none did.
+
+        Call where the device has been waited for anyway: what it has not passed yet is left for the next call.
+        """
+        if self._device_wait_taken or self._device_wait is None or not self._device_wait[1].query():
+            return 0.0
+        self._device_wait_taken = True
+        return self._device_wait[0].elapsed_time(self._device_wait[1]) / 1e3
 
     def close(self) -> None:
         """From here on readers wait. Called before an update is handed to anybody; one `open` per `close`."""
@@ -59,14 +79,29 @@ class Gate:
             with self._condition:
                 self._condition.wait_for(lambda: self._num_pending == 0)
             self.waited_s += time.perf_counter() - start_s
+            if self._timeline is not None:
+                self._timeline.add(Activity.GATE, self._label, start_s)
         if self._error is not None:
             raise RuntimeError("the optimizer step of this group failed") from self._error
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            self._wait_on_stream(self._event)
         if not self._settled:
             self._settled = True
             if self._on_settled is not None:
                 self._on_settled()
+
+    def _wait_on_stream(self, event: torch.cuda.Event) -> None:
+        stream = torch.cuda.current_stream()
+        if self._settled or self._timeline is None:
+            stream.wait_event(event)
+            return
+        # timed by the device itself: the host never looks at these events inside forward or backward
+        if self._device_wait is None:
+            self._device_wait = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._device_wait[0].record(stream)
+        stream.wait_event(event)
+        self._device_wait[1].record(stream)
+        self._device_wait_taken = False
 
 
 class GatedAllGather(DefaultAllGather):

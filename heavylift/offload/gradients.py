@@ -21,6 +21,7 @@ from heavylift.config.schema import Tier
 from heavylift.offload.groups import Group, Segment, local_tensor
 from heavylift.offload.states import Part
 from heavylift.offload.stepping import PartStepper
+from heavylift.offload.timeline import Activity
 
 
 class GradientAccumulation:
@@ -80,11 +81,12 @@ class GradientAccumulation:
             self._stepper.device.accumulate(part.accumulator[where], grad)
             return
         assert self._stepper.ring is not None
-        staged = self._stepper.ring.grads_host(grad.numel())
-        staged.copy_(grad, non_blocking=True)
-        if grad.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        self._stepper.host.accumulate(part.accumulator[where], staged)
+        with self._stepper.timeline.measure(Activity.ACCUMULATE, part.group.name):
+            staged = self._stepper.ring.grads_host(grad.numel())
+            staged.copy_(grad, non_blocking=True)
+            if grad.is_cuda:
+                torch.cuda.current_stream().synchronize()
+            self._stepper.host.accumulate(part.accumulator[where], staged)
 
     def reset(self) -> None:
         """Forgets everything added: after a step, whether it was applied or skipped."""

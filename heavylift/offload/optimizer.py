@@ -30,6 +30,7 @@ from heavylift.offload.state_dict import load_optimizer_state, optimizer_state_d
 from heavylift.offload.states import Part, allocate_parts
 from heavylift.offload.stepping import PartStepper, SegmentStep, Streams, on_stream, scaled
 from heavylift.offload.tiers import TierUsage, place
+from heavylift.offload.timeline import Activity, Timeline
 
 NUM_STAGING_SLOTS = 2  # the copy back of one group overlaps the step of the next
 
@@ -107,6 +108,8 @@ class TieredAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.options = options or TieredOptions()
         self.usage = TierUsage()
+        self.timeline = Timeline()
+        """Where the steps' time went; see `take_device_gate_s` too."""
         self.policy = SchedulePolicy(self.options.schedule, self.options.max_grad_norm)
         self.grad_norm = 0.0
         """Global norm of the last step's gradients, before clipping."""
@@ -132,8 +135,9 @@ class TieredAdamW(torch.optim.Optimizer):
         host, on_device = host_kernel(options.native, options.num_threads, options.cpu_ids), device_kernel(device)
         device_numels = place([g.numel for g in self.groups], options.ratio, options.tier)
         self.parts, self._slab = allocate_parts(self.groups, device_numels, options.accumulate, self.usage)
-        self._stepper = PartStepper(host, on_device, self._allocate_ring(device), Streams(device))
+        self._stepper = PartStepper(host, on_device, self._allocate_ring(device), Streams(device), self.timeline)
         for group in self.groups:
+            group.gate.observe(self.timeline, group.name)
             if group.module is not None:
                 install_gate(group.module, group.gate, num_shards(group.segments[0].param))
         self._accumulation = (
@@ -240,10 +244,11 @@ class TieredAdamW(torch.optim.Optimizer):
         streams = self._stepper.streams
         flat = part.group.grads()
         streams.d2h_after_current()
-        with on_stream(streams.d2h):
-            grads_host.copy_(flat[part.start : part.stop], non_blocking=True)
-        if streams.d2h is not None:
-            streams.d2h.synchronize()
+        with self.timeline.measure(Activity.GRADIENT, part.group.name):
+            with on_stream(streams.d2h):
+                grads_host.copy_(flat[part.start : part.stop], non_blocking=True)
+            if streams.d2h is not None:
+                streams.d2h.synchronize()
         return grads_host
 
     def _gradient_sums(self) -> torch.Tensor:
@@ -337,6 +342,29 @@ class TieredAdamW(torch.optim.Optimizer):
         """Makes the current stream see every updated shard. For readers and writers other than FSDP2's all-gather."""
         for group in self.groups:
             group.gate.wait()
+
+    # ---- what it did ----------------------------------------------------------------------------------------------
+
+    @property
+    def last_schedule(self) -> Schedule:
+        """When the host tier stepped, or steps, in the last call of `step`; `synchronous` without a host tier."""
+        if self._overlap is None:
+            return Schedule.SYNCHRONOUS
+        if self._accumulation is not None or not self._overlap.speculated:
+            return Schedule.DEFERRED
+        return Schedule.IMMEDIATE if self.options.schedule is Schedule.IMMEDIATE else Schedule.SPECULATIVE
+
+    @property
+    def worker_thread(self) -> int | None:
+        """The operating system's id of the thread that steps the host tier; None where the caller's does."""
+        return None if self._overlap is None else self._overlap.worker.thread_id
+
+    def take_device_gate_s(self) -> float:
+        """Seconds that all-gather streams waited at the gates since the last call, measured by the device.
+
+        Call where the device has been waited for anyway.
+        """
+        return sum(group.gate.take_device_wait_s() for group in self.groups)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; per parameter `step`, `master`, `exp_avg`, `exp_avg_sq` on the CPU, as DTensors when sharded."""

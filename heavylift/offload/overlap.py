@@ -34,6 +34,7 @@ from heavylift.offload.groups import Group, Segment
 from heavylift.offload.states import Part
 from heavylift.offload.stepping import Operation, PartStepper, SegmentStep, on_stream, record, scaled
 from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
+from heavylift.offload.timeline import Activity, Timeline
 
 MIN_COEFFICIENT = 2.0**-7
 """A group whose own norm already asks for a smaller clipping coefficient than this is not stepped speculatively."""
@@ -42,8 +43,9 @@ MIN_COEFFICIENT = 2.0**-7
 class Worker:
     """One thread that runs tasks in order. The CPU kernel inside them releases the GIL."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeline: Timeline) -> None:
         self._device = device
+        self._timeline = timeline
         self._tasks: queue.SimpleQueue[tuple[Gate, Callable[[], None]] | None] = queue.SimpleQueue()
         self._pending = 0
         self._idle = threading.Condition()
@@ -52,6 +54,8 @@ class Worker:
         """Seconds spent in tasks since the last `take_busy_s`."""
         self._thread = threading.Thread(target=self._run, name="heavylift-step", daemon=True)
         self._thread.start()
+        self.thread_id = self._thread.native_id
+        """The operating system's id of the thread."""
 
     def _run(self) -> None:
         if self._device.type == "cuda":
@@ -85,8 +89,9 @@ class Worker:
 
     def drain(self) -> None:
         """Waits until nothing is left to do. Raises what a task raised."""
-        with self._idle:
-            self._idle.wait_for(lambda: self._pending == 0)
+        if self._pending:
+            with self._timeline.measure(Activity.DRAIN), self._idle:
+                self._idle.wait_for(lambda: self._pending == 0)
         if self._error is not None:
             raise RuntimeError("the optimizer step on the host failed") from self._error
 
@@ -144,7 +149,7 @@ class OverlappedSteps:
         self._begin_step = begin_step
         self._max_grad_norm = max_grad_norm
         device = self._groups[0].device
-        self.worker = Worker(device)
+        self.worker = Worker(device, stepper.timeline)
         self._in_step = False
         self._speculating = False
         self.speculate_next = False
@@ -251,6 +256,11 @@ class OverlappedSteps:
 
     # ---- at the step ----------------------------------------------------------------------------------------------
 
+    @property
+    def speculated(self) -> bool:
+        """Whether the last step was taken during backward."""
+        return self._speculating
+
     def finish(self, coefficient: float, skip: bool) -> None:
         """The norm is known: device parts are stepped here, host parts by the worker, in forward order.
 
@@ -308,15 +318,18 @@ class OverlappedSteps:
     # ---- on the worker --------------------------------------------------------------------------------------------
 
     def _step(self, part: Part, steps: Sequence[SegmentStep], d2h_event: torch.cuda.Event | None) -> None:
-        if d2h_event is not None:
-            d2h_event.synchronize()
+        self._wait_for_gradient(part, d2h_event)
         self._run_host(part, steps, Operation.STEP, 1.0)
+
+    def _wait_for_gradient(self, part: Part, d2h_event: torch.cuda.Event | None) -> None:
+        if d2h_event is not None:
+            with self._stepper.timeline.measure(Activity.GRADIENT, part.group.name):
+                d2h_event.synchronize()
 
     def _speculate(
         self, index: int, part: Part, steps: Sequence[SegmentStep], d2h_event: torch.cuda.Event | None
     ) -> None:
-        if d2h_event is not None:
-            d2h_event.synchronize()
+        self._wait_for_gradient(part, d2h_event)
         if not self._may_speculate(float(self._sums_host[index])):
             self._unstepped.add(part)
             part.group.gate.open(None)

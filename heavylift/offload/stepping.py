@@ -18,6 +18,7 @@ from heavylift.offload.groups import Segment
 from heavylift.offload.kernels import Kernel
 from heavylift.offload.staging import StagingRing
 from heavylift.offload.states import Part
+from heavylift.offload.timeline import Activity, Timeline
 
 
 class Operation(StrEnum):
@@ -81,11 +82,14 @@ def record(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
 class PartStepper:
     """Steps parts with the kernel of their tier."""
 
-    def __init__(self, host: Kernel, device: Kernel, ring: StagingRing | None, streams: Streams) -> None:
+    def __init__(
+        self, host: Kernel, device: Kernel, ring: StagingRing | None, streams: Streams, timeline: Timeline
+    ) -> None:
         self.host = host
         self.device = device
         self.ring = ring
         self.streams = streams
+        self.timeline = timeline
 
     def step_device_part(self, part: Part, steps: Sequence[SegmentStep], grads: torch.Tensor | None = None) -> None:
         """On the current stream, in place. `grads`: the group's flat gradient; None: `param.grad` or accumulator."""
@@ -118,20 +122,23 @@ class PartStepper:
         grads_host: flat [part.numel], float32 or the parameters' dtype, already there. May run on any thread.
         """
         assert self.ring is not None
-        slot = self.ring.next_slot()
-        for run, hyper in runs(part, steps):
-            states = part.master[run], part.exp_avg[run], part.exp_avg_sq[run]
-            tensors = *states, grads_host[run], slot.param_host[run]
-            if operation is Operation.STEP:
-                self.host.step(*tensors, hyper)
-            elif operation is Operation.CORRECT:
-                self.host.correct(*tensors, hyper, coefficient)
-            else:
-                self.host.undo(*tensors, hyper)
-        if grads_host is part.accumulator:
-            # before the gate opens: the next backward adds to it
-            grads_host.zero_()
-        with on_stream(self.streams.h2d):
+        name = part.group.name
+        with self.timeline.measure(Activity.SLOT, name):
+            slot = self.ring.next_slot()
+        with self.timeline.measure(Activity.ADAMW, name if operation is Operation.STEP else f"{name} ({operation})"):
+            for run, hyper in runs(part, steps):
+                states = part.master[run], part.exp_avg[run], part.exp_avg_sq[run]
+                tensors = *states, grads_host[run], slot.param_host[run]
+                if operation is Operation.STEP:
+                    self.host.step(*tensors, hyper)
+                elif operation is Operation.CORRECT:
+                    self.host.correct(*tensors, hyper, coefficient)
+                else:
+                    self.host.undo(*tensors, hyper)
+            if grads_host is part.accumulator:
+                # before the gate opens: the next backward adds to it
+                grads_host.zero_()
+        with self.timeline.measure(Activity.ISSUE, name), on_stream(self.streams.h2d):
             for step in steps:
                 where = part.overlap(step.segment)
                 if where is not None:

@@ -1,10 +1,14 @@
-"""The training loop: step, report, evaluate; at the end the model folder and the loss picture."""
+"""The training loop: step, report, evaluate; at the end the model folder and the loss picture.
+
+For who else wants to know (`heavylift.train.bench`), rank 0 keeps what it reported as a `History`.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -31,38 +35,71 @@ from heavylift.train.plot import plot_loss
 from heavylift.train.progress import Progress, RunSummary, banner, end_summary
 from heavylift.train.schedules import build_scheduler
 from heavylift.train.setup import Run
+from heavylift.train.trace import Tracer
+from heavylift.train.waits import StepWaits, WaitWatch, mean_over_ranks, waits_text
 
 
-def train(run: Run) -> None:
-    """Trains as the recipe says and leaves the run folder: model/, metrics.jsonl, loss.png, config.yaml."""
+@dataclass
+class History:
+    """What rank 0 reported of a run."""
+
+    steps: list[StepMetrics] = field(default_factory=list)
+    waits: list[StepWaits] = field(default_factory=list)
+    """One per step; empty without a host tier."""
+    first_step_unix_s: float = 0.0
+    """When the first step began, seconds since 1970."""
+
+
+def train(run: Run) -> History:
+    """Trains as the recipe says and leaves the run folder: model/, metrics.jsonl, loss.png, config.yaml.
+
+    With a host tier also waits.jsonl, with `train.profile` trace.json. The history is empty on ranks other than 0.
+    """
     folder = run.recipe.output_dir
+    history = History()
     if run.ranks.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump_recipe(run.recipe), encoding="utf-8")
         for line in report_lines(run.data.samples.report):
             rich_print(line)
         print(banner(_summary(run)), flush=True)
-        with MetricsWriter(folder / "metrics.jsonl") as writer, Progress(run.data.num_steps) as progress:
-            _steps(run, Reporter(writer, progress, run.recipe.train.logging_steps))
+        with ExitStack() as stack:
+            writer = stack.enter_context(MetricsWriter(folder / "metrics.jsonl"))
+            waits = stack.enter_context(MetricsWriter(folder / "waits.jsonl")) if _has_host_tier(run) else None
+            progress = stack.enter_context(Progress(run.data.num_steps))
+            _steps(run, Reporter(writer, waits, progress, run.recipe.train.logging_steps, history))
     else:
         _steps(run, None)
     finish(run, folder)
+    return history
+
+
+def _has_host_tier(run: Run) -> bool:
+    return run.recipe.engine.offload_optimizer is Tier.HOST and run.recipe.engine.ratio > 0
 
 
 @dataclass
 class Reporter:
-    """Rank 0's mouth: metrics file and screen."""
+    """Rank 0's mouth: metrics files and screen."""
 
     writer: MetricsWriter
+    waits_writer: MetricsWriter | None
     progress: Progress
     logging_steps: int
+    history: History
 
-    def step(self, metrics: StepMetrics, is_last: bool) -> None:
+    def step(self, metrics: StepMetrics, waits: StepWaits | None, is_last: bool) -> None:
         """One optimizer step is done."""
         self.writer.write(metrics)
+        self.history.steps.append(metrics)
+        offload = ""
+        if waits is not None and self.waits_writer is not None:
+            self.waits_writer.write(waits)
+            self.history.waits.append(waits)
+            offload = waits_text(waits)
         self.progress.advance()
         if is_last or metrics.step == 1 or metrics.skipped or metrics.step % self.logging_steps == 0:
-            self.progress.print(step_line(metrics))
+            self.progress.print(step_line(metrics, offload))
 
     def evaluation(self, metrics: EvalMetrics) -> None:
         """One evaluation is done."""
@@ -71,21 +108,37 @@ class Reporter:
 
 
 def _steps(run: Run, reporter: Reporter | None) -> None:
-    plan, engine = run.data.train, run.engine
+    plan, engine, optimizer = run.data.train, run.engine, run.engine.optimizer
     num_steps = run.data.num_steps
+    watch = WaitWatch(optimizer.worker_thread)
+    tracer = None
+    if run.recipe.train.profile and reporter is not None:
+        tracer = Tracer(run.recipe.output_dir / "trace.json", num_steps, optimizer.worker_thread)
     scheduler = build_scheduler(engine.optimizer, num_steps, run.recipe.train)
     shape = ModelShape.from_config(run.hf_config.to_dict(), run.num_params)
     _evaluate(run, 0, reporter)
+    if reporter is not None:
+        reporter.history.first_step_unix_s = time.time()
     for step in range(num_steps):
+        if tracer is not None:
+            tracer.begin_step(step + 1)
         start_s = time.perf_counter()
         batches = plan.micro_batches(step, run.ranks.rank)
         lr = float(engine.optimizer.param_groups[0]["lr"])
         result = engine.train_step(batches, plan.num_trained_tokens(step))
         scheduler.step()
         step_s = time.perf_counter() - start_s
+        ranges = optimizer.timeline.take()
+        if tracer is not None:
+            tracer.end_step(step + 1, ranges)
+        waits = None
+        if _has_host_tier(run):
+            mine = watch.step(step + 1, optimizer.last_schedule, ranges, optimizer.take_device_gate_s())
+            waits = mean_over_ranks(mine, run.ranks.device)
         memory = _memory_over_ranks(run)
         if reporter is not None:
-            reporter.step(_metrics(run, shape, step, batches, result, lr, step_s, memory), step == num_steps - 1)
+            metrics = _metrics(run, shape, step, batches, result, lr, step_s, memory)
+            reporter.step(metrics, waits, step == num_steps - 1)
         every = run.recipe.train.eval_steps
         if step == num_steps - 1 or (every is not None and (step + 1) % every == 0):
             _evaluate(run, step + 1, reporter)

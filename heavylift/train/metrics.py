@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from heavylift.errors import UserError
+from heavylift.train.waits import StepWaits
 
 GIB = 2**30
 
@@ -81,7 +82,7 @@ class MetricsWriter:
                 f"{path}: expected to be able to append metrics, got {error.strerror}; change train.output_dir"
             ) from None
 
-    def write(self, record: StepMetrics | EvalMetrics) -> None:
+    def write(self, record: StepMetrics | EvalMetrics | StepWaits) -> None:
         """Append one line."""
         values = {key: _finite_or_none(value) for key, value in asdict(record).items()}
         self._file.write(json.dumps(values, allow_nan=False) + "\n")
@@ -98,8 +99,8 @@ class MetricsWriter:
         self.close()
 
 
-def _finite_or_none(value: int | float) -> int | float | None:
-    return value if math.isfinite(value) else None
+def _finite_or_none(value: int | float | str | None) -> int | float | str | None:
+    return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
 def read_metrics(path: Path | str) -> RunMetrics:
@@ -138,8 +139,11 @@ def _parse(line: str, where: str) -> StepMetrics | EvalMetrics:
     raise UserError(f"{where}: expected a step or evaluation record, got {line[:80]!r}; give a metrics.jsonl")
 
 
-def step_line(metrics: StepMetrics) -> str:
-    """The one line of a step for people. No colour, no newline; a skipped step is marked at the end."""
+def step_line(metrics: StepMetrics, offload: str = "") -> str:
+    """The one line of a step for people. No colour, no newline; a skipped step is marked at the end.
+
+    `offload`: what the host tier's step cost (`waits.waits_text`).
+    """
     parts = [
         f"step: {metrics.step}",
         f"loss: {metrics.loss:.4f}",
@@ -149,6 +153,8 @@ def step_line(metrics: StepMetrics) -> str:
         f"tflops: {_short(metrics.tflops)} (model {_short(metrics.model_tflops)})",
         f"memory: device {metrics.mem_device_gib:.2f}GiB host {metrics.mem_host_gib:.2f}GiB",
     ]
+    if offload:
+        parts.append(offload)
     if metrics.skipped:
         parts.append("SKIPPED: gradient not finite, nothing updated")
     return "  ".join(parts)

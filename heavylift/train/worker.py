@@ -1,5 +1,7 @@
 """One rank of a run: `python -m heavylift.train.worker RESOLVED_RECIPE.yaml`, started by the launcher or torchrun.
 
+A second argument is the request of `heavylift bench` (`heavylift.train.bench_request`): the run is then measured too.
+
 A user error is printed once, by rank 0, and every rank exits with 2; one that only another rank met is printed there.
 """
 
@@ -18,17 +20,24 @@ _RANK_0_SPEAKS_FIRST_S = 3.0
 
 
 def main(argv: Sequence[str]) -> None:
-    """Trains as the recipe at `argv[0]` says."""
+    """Trains as the recipe at `argv[0]` says; with a bench request at `argv[1]` writes its result."""
     _quiet_libraries()
     # after the quick part: these import torch and transformers
     import torch.distributed as dist
 
+    from heavylift.train.bench import write_result
+    from heavylift.train.bench_request import BenchRequest
     from heavylift.train.loop import train
     from heavylift.train.setup import set_up
 
     try:
+        request = BenchRequest.read(argv[1]) if len(argv) > 1 else None
         run = set_up(load_recipe(argv[0]))
-        train(run)
+        if request is not None:
+            request.check(run.data.num_steps)
+        history = train(run)
+        if request is not None:
+            write_result(run, history, request)
         run.engine.optimizer.close()
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:

@@ -1,0 +1,119 @@
+"""`train.profile`: a picture of three steps on rank 0 for chrome://tracing or ui.perfetto.dev.
+
+`torch.profiler` records the operators, and on a GPU its kernels and copies. It does not look into the optimizer's
+worker thread, so the ranges of `heavylift.offload.timeline` are drawn into its file afterwards: the CPU steps of the
+groups, what they waited for, the gates, and forward, backward and step of the training thread. Lanes are named: the
+threads, and the two streams that carry most of the copies down and up.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from heavylift.offload.timeline import Range
+
+FIRST_STEP, LAST_STEP = 3, 5
+"""Steps that are recorded, counted from 1; a shorter run's last step is always among them."""
+_CLOCK = "heavylift clock"
+_CATEGORY = "heavylift"
+Event = dict[str, Any]
+
+
+class Tracer:
+    """Records from the first of the steps to the last and writes the file. On rank 0 only."""
+
+    def __init__(self, path: Path, num_steps: int, worker_thread: int | None) -> None:
+        self._path = path
+        self._first, self._last = min(FIRST_STEP, num_steps), min(LAST_STEP, num_steps)
+        self._threads = {threading.get_native_id(): "training"}
+        if worker_thread is not None:
+            self._threads[worker_thread] = "optimizer worker"
+        self._profile: profile | None = None
+        self._ranges: list[Range] = []
+        self._clock_s = 0.0
+
+    def begin_step(self, step: int) -> None:
+        """Before step `step`, counted from 1."""
+        if step != self._first:
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities)
+        self._profile.start()
+        self._clock_s = time.perf_counter()
+        # the profiler's clock is not ours: this range is in both
+        with record_function(_CLOCK):
+            pass
+
+    def end_step(self, step: int, ranges: Sequence[Range]) -> None:
+        """After step `step`. `ranges`: all that ended since the step before; those that began earlier too are drawn."""
+        if self._profile is None:
+            return
+        self._ranges += ranges
+        if step == self._last:
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(self._path))
+            self._profile = None
+            trace = json.loads(self._path.read_text(encoding="utf-8"))
+            draw(trace["traceEvents"], self._ranges, self._clock_s, self._threads)
+            self._path.write_text(json.dumps(trace), encoding="utf-8")
+
+
+def draw(events: list[Event], ranges: Sequence[Range], clock_s: float, threads: dict[int, str]) -> None:
+    """Adds `ranges` and the names of lanes to a Chrome trace that holds the clock's range.
+
+    `clock_s`: `time.perf_counter()` when that range began. Times in the file are microseconds.
+    """
+    [clock] = [event for event in events if event.get("name") == _CLOCK and event.get("ph") == "X"]
+    zero_us = float(clock["ts"]) - clock_s * 1e6
+    events += [
+        {
+            "ph": "X",
+            "cat": _CATEGORY,
+            "name": f"{r.activity} {r.label}".rstrip(),
+            "pid": clock["pid"],
+            "tid": r.thread,
+            "ts": zero_us + r.start_s * 1e6,
+            "dur": r.seconds * 1e6,
+        }
+        for r in ranges
+        if r.start_s >= clock_s
+    ]
+    seen = {r.thread for r in ranges}
+    names = {(clock["pid"], tid): f"heavylift {threads.get(tid, 'backward')}" for tid in seen | set(threads)}
+    names |= _copy_streams(events)
+    _name_lanes(events, names)
+
+
+def _copy_streams(events: Sequence[Event]) -> dict[tuple[Any, Any], str]:
+    """Names for the stream that carries most bytes down, and for that which carries most up, per device."""
+    names = {}
+    for kind, name in (("DtoH", "down to the host"), ("HtoD", "up to the device")):
+        copied: Counter[tuple[Any, Any]] = Counter()
+        for event in events:
+            if event.get("cat") == "gpu_memcpy" and kind in event.get("name", ""):
+                copied[event["pid"], event["tid"]] += int(event.get("args", {}).get("bytes", 0))
+        for lane, _ in copied.most_common(1):
+            names[lane] = f"stream {lane[1]}: copies {name}"
+    return names
+
+
+def _name_lanes(events: list[Event], names: dict[tuple[Any, Any], str]) -> None:
+    """Replaces the names that these lanes may have."""
+    events[:] = [
+        event
+        for event in events
+        if not (event.get("name") == "thread_name" and (event.get("pid"), event.get("tid")) in names)
+    ]
+    for (pid, tid), name in names.items():
+        events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}})

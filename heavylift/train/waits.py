@@ -1,0 +1,125 @@
+"""Where the optimizer of the host tier spent its time in a step, and how much of that training had to wait for.
+
+The ranges of `heavylift.offload.timeline` are added up per step: a range counts in the step in which it ended. Work on
+the host is the CPU kernel, waiting for a staging slot, issuing the copies up, and adding up gradients. It is hidden
+while the thread that trains is not blocked at a gate or for the worker; work in that thread itself never is. The
+worker's wait for a gradient is no work: counting it would flatter the hidden share.
+
+Left out: the time of the copies themselves, but for what a gate sees of them (`gate_device_s`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+import torch.distributed as dist
+
+from heavylift.config.schema import Schedule
+from heavylift.offload.timeline import Activity, Range
+
+WAITS = (Activity.GATE, Activity.DRAIN)
+WORK = (Activity.ADAMW, Activity.SLOT, Activity.ISSUE, Activity.ACCUMULATE)
+
+
+@dataclass(frozen=True)
+class StepWaits:
+    """One step's seconds, each the mean over the processes."""
+
+    step: int
+    """As in metrics.jsonl."""
+    schedule: str
+    """Which one ran: `synchronous`, `immediate`, `deferred` or `speculative`."""
+    cpu_s: float
+    """In the CPU kernel."""
+    slot_s: float
+    """Waiting for a staging slot, that is, for a copy up."""
+    issue_s: float
+    """Issuing the copies up; without a GPU, doing them."""
+    accumulate_s: float
+    """Bringing gradients down and adding them up, inside backward."""
+    gradient_s: float
+    """Waiting for gradients to be computed and copied down."""
+    gate_s: float
+    """The training thread blocked at gates."""
+    drain_s: float
+    """The training thread blocked until the worker was idle."""
+    gate_device_s: float
+    """All-gather streams waiting at gates, measured by the GPU: an upper bound of what it lost there."""
+    exposed_s: float
+    """Work that was not hidden."""
+    hidden: float | None = field(init=False)
+    """Share of the work that training did not wait for, 0 to 1; None where there was no work."""
+
+    def __post_init__(self) -> None:
+        hidden = max(0.0, 1 - self.exposed_s / self.work_s) if self.work_s > 0 else None
+        object.__setattr__(self, "hidden", hidden)
+
+    @property
+    def work_s(self) -> float:
+        """All work on the host."""
+        return self.cpu_s + self.slot_s + self.issue_s + self.accumulate_s
+
+
+def waits_text(waits: StepWaits) -> str:
+    """The short form at the end of the step line."""
+    hidden = "-" if waits.hidden is None else f"{waits.hidden:.0%}"
+    return f"offload: cpu {waits.cpu_s:.2f}s hidden {hidden} gate {waits.gate_s + waits.drain_s:.2f}s"
+
+
+class WaitWatch:
+    """Makes `StepWaits` of the ranges of successive steps."""
+
+    def __init__(self, worker_thread: int | None) -> None:
+        """`worker_thread`: the thread whose work can be hidden (`TieredAdamW.worker_thread`)."""
+        self._worker_thread = worker_thread
+        self._last_blocked: list[Range] = []
+
+    def step(self, step: int, schedule: Schedule, ranges: Sequence[Range], gate_device_s: float) -> StepWaits:
+        """This process's seconds. `ranges`: all that ended since the last call."""
+        blocked = [r for r in ranges if r.activity in WAITS]
+        work = [r for r in ranges if r.activity in WORK]
+        exposed_s = sum(r.seconds for r in work if r.thread != self._worker_thread)
+        # work that began in the step before may have been waited for there
+        exposed_s += shared_seconds([r for r in work if r.thread == self._worker_thread], self._last_blocked + blocked)
+        self._last_blocked = blocked
+        return StepWaits(
+            step=step,
+            schedule=schedule.value,
+            cpu_s=_seconds(ranges, Activity.ADAMW),
+            slot_s=_seconds(ranges, Activity.SLOT),
+            issue_s=_seconds(ranges, Activity.ISSUE),
+            accumulate_s=_seconds(ranges, Activity.ACCUMULATE),
+            gradient_s=_seconds(ranges, Activity.GRADIENT),
+            gate_s=_seconds(ranges, Activity.GATE),
+            drain_s=_seconds(ranges, Activity.DRAIN),
+            gate_device_s=gate_device_s,
+            exposed_s=exposed_s,
+        )
+
+
+def _seconds(ranges: Iterable[Range], activity: Activity) -> float:
+    return sum((r.seconds for r in ranges if r.activity is activity), 0.0)
+
+
+def shared_seconds(ones: Sequence[Range], others: Sequence[Range]) -> float:
+    """Seconds in which a range of `ones` and one of `others` were under way.
+
+    Neither may overlap within itself: each belongs to one thread.
+    """
+    return sum((max(0.0, min(a.stop_s, b.stop_s) - max(a.start_s, b.start_s)) for a in ones for b in others), 0.0)
+
+
+def seconds_names() -> list[str]:
+    """The fields of `StepWaits` that are measured."""
+    return [f.name for f in fields(StepWaits) if f.name.endswith("_s")]
+
+
+def mean_over_ranks(waits: StepWaits, device: torch.device) -> StepWaits:
+    """The mean of all processes' seconds. A collective; step and schedule are the same everywhere."""
+    names = seconds_names()
+    seconds = torch.tensor([getattr(waits, name) for name in names], dtype=torch.float64, device=device)
+    dist.all_reduce(seconds)
+    means = (seconds / dist.get_world_size()).tolist()
+    return StepWaits(step=waits.step, schedule=waits.schedule, **dict(zip(names, means, strict=True)))
