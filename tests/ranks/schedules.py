@@ -126,8 +126,9 @@ def observe(
     accumulation: int,
     disturbance: Disturbance,
     after_step: Callable[[int], None] = lambda _: None,
+    close: bool = True,
 ) -> Outcome:
-    """Takes the steps, closes the optimizer and says what happened."""
+    """Takes the steps, closes the optimizer (unless it goes on) and says what happened."""
     optimizer, outcome = engine.optimizer, Outcome()
     outcome.operations = slow_down(optimizer, disturbance.host_step_s)
     for index, rows in enumerate(steps):
@@ -140,7 +141,8 @@ def observe(
         outcome.skipped.append(result.skipped)
         after_step(index)
     outcome.tensors = local_tensors(engine)
-    optimizer.close()
+    if close:
+        optimizer.close()
     return outcome
 
 
