@@ -73,6 +73,28 @@ class TestTimeline:
         assert gate.waited_s > 0 and gate.take_device_wait_s() == 0
 
 
+@pytest.mark.gpu
+def test_a_reader_s_stream_is_timed_by_the_device() -> None:
+    import torch
+
+    gate, timeline, side = Gate(), Timeline(), torch.cuda.Stream()
+    gate.observe(timeline, "layer")
+    waited_s: list[float] = []
+    for cycles in (200_000_000, 0):  # about 0.1 s, and nothing
+        gate.close()
+        with torch.cuda.stream(side):
+            if cycles:
+                torch.cuda._sleep(cycles)
+        gate.open(side.record_event())
+        gate.wait()
+        torch.cuda.synchronize()
+        waited_s.append(gate.take_device_wait_s())
+        gate.wait()  # a second reader finds it open
+        assert gate.take_device_wait_s() == 0
+    assert waited_s[0] > waited_s[1] >= 0
+    assert timeline.take() == [], "the thread itself never waited"
+
+
 class TestWaits:
     def test_hidden_is_the_share_of_work_that_nobody_waited_for(self) -> None:
         watch = WaitWatch(WORKER)
