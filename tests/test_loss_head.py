@@ -256,16 +256,14 @@ class Chunked:
 
 
 def chunked_job(folder: Path, case: Chunked, steps: list) -> dict[str, Any]:
-    """Losses of training and of an evaluation before and after it, norms, weights, and the type of the head."""
-    import heavylift.sharding
+    """What a training does, with the head installed before `fully_shard` as in a run; evaluations before and after."""
+    import ranks.sharded
 
-    shard_model, reasons = heavylift.sharding.shard_model, []
+    shard_model, reasons = ranks.sharded.shard_model, []
 
     def installing(model: nn.Module, stage: int, mesh: Any) -> Any:
         reasons.append(install_loss_head(model, case.chunk_tokens))
         return shard_model(model, stage, mesh)
-
-    import ranks.sharded
 
     ranks.sharded.shard_model = installing  # type: ignore[assignment]
     try:
