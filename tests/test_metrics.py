@@ -107,6 +107,11 @@ class TestFile:
             read_metrics(path)
         assert len(caught.value.problems) == 1
 
+    def test_full_disk_is_a_user_error(self) -> None:
+        writer = MetricsWriter("/dev/full")
+        with pytest.raises(UserError, match="/dev/full: cannot be written: No space left"):
+            writer.write(STEP)
+
     def test_missing_and_unreadable_files_are_user_errors(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="No such file"):
             read_metrics(tmp_path / "none.jsonl")

@@ -17,6 +17,8 @@ from typing import Annotated
 import typer
 
 from heavylift.errors import EXIT_USER_ERROR, UserError
+from heavylift.launch.entry import leave
+from heavylift.launch.runner import started_elsewhere
 
 # plain texts: boxes and colours make error messages hard to read in logs
 app = typer.Typer(
@@ -131,7 +133,12 @@ def show_problems(error: UserError) -> None:
 
 def run() -> None:
     """Entry point of the installed command."""
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if started_elsewhere() and isinstance(end.code, int):
+            leave(end.code)  # this process was a rank itself
+        raise
 
 
 if __name__ == "__main__":

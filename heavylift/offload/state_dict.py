@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from heavylift.offload.groups import Segment, local_tensor
 from heavylift.offload.states import STATE_NAMES, Part
@@ -24,9 +25,9 @@ def _as_param(flat: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     local = flat.view(local_tensor(param).shape)
     if not isinstance(param, DTensor):
         return local
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    # not `DTensor.from_local`: it would move the shard to the device of the mesh, states of the host tier and all
+    meta = TensorMeta(param.shape, param.stride(), local.dtype)
+    return DTensor(local, DTensorSpec(param.device_mesh, param.placements, meta), requires_grad=False)
 
 
 def _collect(segment: Segment, parts: list[Part], name: str) -> torch.Tensor:

@@ -83,10 +83,15 @@ class MetricsWriter:
             ) from None
 
     def write(self, record: StepMetrics | EvalMetrics | StepWaits) -> None:
-        """Append one line."""
+        """Append one line. Raises UserError where it cannot be written (disk full)."""
         values = {key: _finite_or_none(value) for key, value in asdict(record).items()}
-        self._file.write(json.dumps(values, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(values, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(
+                f"{self._file.name}: cannot be written: {error.strerror}; free the disk or change train.output_dir"
+            ) from None
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
