@@ -22,7 +22,7 @@ pytestmark = [
 ]
 TESTS = Path(__file__).parent
 NORM_TOLERANCE = 1e-12
-# relative L2 of masters after 20 steps: float32 with one step taken back (seen on a CPU with a smaller model: 9e-8), and
+# relative L2 of masters after 20 steps: float32 with one step taken back (seen on a CPU with a smaller model: 9e-8),
 # bfloat16 clipped to a hundredth in every step (1.2e-3: a weight that rounds the other way changes the gradients)
 MASTER_BOUND = {"float32": 1e-6, "bfloat16": 1.2e-2}
 Results = list[dict[str, Any]]

@@ -71,13 +71,15 @@ def late_lr_job(folder: Path, schedule: str) -> Any:
     for name in ("synchronous", schedule):
         engine = build(folder, setup(name))
         slow_down(engine.optimizer, 0.005)
-        for step in range(2):
-            backward(engine, step)
-            engine.optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1)
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-        tensors.append(local_tensors(engine))
-        engine.optimizer.close()
+        try:
+            for step in range(2):
+                backward(engine, step)
+                engine.optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1)
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            tensors.append(local_tensors(engine))
+        finally:
+            engine.optimizer.close()
     return [name for name in tensors[0] if not same_bits(tensors[0][name], tensors[1][name])]
 
 
