@@ -183,7 +183,7 @@ def test_not_a_recipe(tmp_path: Path, text: str | bytes, message: str) -> None:
 def test_section_that_is_no_mapping(tmp_path: Path) -> None:
     assert problems(tmp_path, GOOD + "engine: fast\nexport: [1]\n") == [
         "recipe.yaml:7: engine: expected keys such as `zero_stage: ...`, got 'fast'",
-        "recipe.yaml:8: export: expected keys such as `dtype: ...`, got a list",
+        "recipe.yaml:8: export: expected keys such as `save: ...`, got a list",
     ]
 
 
