@@ -4,7 +4,7 @@
     speculative: at once             worker: CPU step as if no clipping were needed, shard H2D, gate opens
     step()                           norm -> coefficient c, or skip
         deferred                     worker: CPU steps with c in forward order, each opens its gate
-        speculative, c = 1           nothing left to do
+        speculative, c = 1           what the worker has not done yet turns to forward order
         speculative, c < 1           worker: corrects every group from the kept gradient (forward order)
         speculative, skip            worker: takes every step back
 
@@ -17,7 +17,6 @@ The main thread never waits for the worker here: it waits at the gates, in the n
 from __future__ import annotations
 
 import math
-import queue
 import threading
 import time
 from collections import deque
@@ -40,15 +39,30 @@ MIN_COEFFICIENT = 2.0**-7
 """A group whose own norm already asks for a smaller clipping coefficient than this is not stepped speculatively."""
 
 
+@dataclass(frozen=True)
+class _Task:
+    """Work on one group."""
+
+    place: int
+    """The group's place in the forward order."""
+    gate: Gate
+    run: Callable[[], None]
+
+
 class Worker:
-    """One thread that runs tasks in order. The CPU kernel inside them releases the GIL."""
+    """One thread that runs tasks in the order in which they came, or in forward order when told so.
+
+    The CPU kernel inside them releases the GIL.
+    """
 
     def __init__(self, device: torch.device, timeline: Timeline) -> None:
         self._device = device
         self._timeline = timeline
-        self._tasks: queue.SimpleQueue[tuple[Gate, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._waiting: list[_Task] = []
         self._pending = 0
-        self._idle = threading.Condition()
+        """Tasks waiting or at work."""
+        self._closed = False
         self._error: BaseException | None = None
         self.busy_s = 0.0
         """Seconds spent in tasks since the last `take_busy_s`."""
@@ -61,37 +75,52 @@ class Worker:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         torch.set_grad_enabled(False)  # grad mode is per thread
-        while (item := self._tasks.get()) is not None:
-            gate, task = item
+        while (task := self._next()) is not None:
             start_s = time.perf_counter()
             try:
                 if self._error is None:
-                    task()
+                    task.run()
             except BaseException as error:  # told to the main thread, which ends the run
                 self._error = error
             if self._error is not None:
                 # also for the tasks after the one that failed: a reader would wait for them for ever
-                gate.open(None, self._error)
+                task.gate.open(None, self._error)
             self.busy_s += time.perf_counter() - start_s
-            with self._idle:
+            with self._changed:
                 self._pending -= 1
-                self._idle.notify_all()
+                self._changed.notify_all()
 
-    def submit(self, gate: Gate, task: Callable[[], None]) -> None:
-        """Closes `gate` and runs `task`, whose last act is to open it, after those before it.
+    def _next(self) -> _Task | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            return self._waiting.pop(0) if self._waiting else None
 
-        When a task fails, its gate and those of all later tasks are opened with its error.
+    def submit(self, place: int, gate: Gate, run: Callable[[], None]) -> None:
+        """Closes `gate` and runs `run`, whose last act is to open it, after the tasks before it.
+
+        `place`: of the group in the forward order. When a task fails, its gate and those of all later tasks are
+        opened with its error.
         """
         gate.close()
-        with self._idle:
+        with self._changed:
             self._pending += 1
-        self._tasks.put((gate, task))
+            self._waiting.append(_Task(place, gate, run))
+            self._changed.notify_all()
+
+    def turn_to_forward_order(self) -> None:
+        """Backward is over: what is left is done in the order in which the next forward wants it.
+
+        Tasks came in backward order, so the first group of the forward would be the last to be done, and the forward
+        would stand still for all that is left. Tasks of one group keep their order.
+        """
+        with self._changed:
+            self._waiting.sort(key=lambda task: task.place)
 
     def drain(self) -> None:
         """Waits until nothing is left to do. Raises what a task raised."""
         if self._pending:
-            with self._timeline.measure(Activity.DRAIN), self._idle:
-                self._idle.wait_for(lambda: self._pending == 0)
+            with self._timeline.measure(Activity.DRAIN), self._changed:
+                self._changed.wait_for(lambda: self._pending == 0)
         if self._error is not None:
             raise RuntimeError("the optimizer step on the host failed") from self._error
 
@@ -102,7 +131,9 @@ class Worker:
 
     def close(self) -> None:
         """Ends the thread after its tasks."""
-        self._tasks.put(None)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         self._thread.join()
 
 
@@ -228,7 +259,7 @@ class OverlappedSteps:
         self._hold_until_copied(state.d2h_event, flat)
         if self._speculating:
             task = partial(self._speculate, index, host_part, state.steps, state.d2h_event)
-            self.worker.submit(group.gate, task)
+            self.worker.submit(index, group.gate, task)
 
     def _begin_group(self, group: Group) -> None:
         """Counts the step of the segments with a gradient and takes the hyperparameters as they are now."""
@@ -268,7 +299,7 @@ class OverlappedSteps:
         """
         if self._speculating:
             self._check_unchanged()
-        for group in self._groups:
+        for place, group in enumerate(self._groups):
             state = self._state[group]
             if self._speculating and skip:
                 for step in state.steps:
@@ -280,9 +311,10 @@ class OverlappedSteps:
             steps = scaled(state.steps, coefficient)
             for part in self._parts[group]:
                 if part.tier is Tier.HOST:
-                    self._finish_host_part(part, state, steps, coefficient, skip)
+                    self._finish_host_part(place, part, state, steps, coefficient, skip)
                 elif not skip:
                     self._step_device_part(part, steps, state.grads_device)
+        self.worker.turn_to_forward_order()
         self._in_step = False
         for group in self._groups:
             self._state[group] = _GroupState()
@@ -304,16 +336,16 @@ class OverlappedSteps:
             step.segment.mark_seen()  # a group without a host part has no gate that would
 
     def _finish_host_part(
-        self, part: Part, state: _GroupState, steps: list[SegmentStep], coefficient: float, skip: bool
+        self, place: int, part: Part, state: _GroupState, steps: list[SegmentStep], coefficient: float, skip: bool
     ) -> None:
         gate = part.group.gate
         if self._speculating:
             if not skip and coefficient == 1.0:
                 return
             operation = Operation.UNDO if skip else Operation.CORRECT
-            self.worker.submit(gate, partial(self._revise, part, state.steps, operation, coefficient))
+            self.worker.submit(place, gate, partial(self._revise, part, state.steps, operation, coefficient))
         elif not skip:
-            self.worker.submit(gate, partial(self._step, part, steps, state.d2h_event))
+            self.worker.submit(place, gate, partial(self._step, part, steps, state.d2h_event))
 
     # ---- on the worker --------------------------------------------------------------------------------------------
 
@@ -368,14 +400,14 @@ class OverlappedSteps:
 
     def finish_accumulated(self, steps_of: dict[Group, list[SegmentStep]]) -> None:
         """Deferred steps from the accumulators, which are zero afterwards; the hyperparameters hold the coefficient."""
-        for group in self._groups:
+        for place, group in enumerate(self._groups):
             for part in self._parts[group]:
                 assert part.accumulator is not None
                 if part.tier is Tier.DEVICE:
                     self._step_device_part(part, steps_of[group])
                     part.accumulator.zero_()
                 elif steps_of[group]:
-                    self.worker.submit(group.gate, partial(self._step_accumulated, part, steps_of[group]))
+                    self.worker.submit(place, group.gate, partial(self._step_accumulated, part, steps_of[group]))
 
     def _step_accumulated(self, part: Part, steps: Sequence[SegmentStep]) -> None:
         assert part.accumulator is not None
