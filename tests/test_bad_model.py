@@ -63,6 +63,14 @@ def test_missing_tensor(refused: Callable, write_recipe: Write, tiny_llama_copy:
     assert "lm_head.weight" in lines[1]
 
 
+def test_more_layers_in_the_weights_than_in_the_config(
+    refused: Callable, write_recipe: Write, tiny_llama_copy: Path
+) -> None:
+    change_config(tiny_llama_copy, num_hidden_layers=1)
+    [line] = refused(write_recipe(model={"model_name_or_path": str(tiny_llama_copy)}))
+    assert "9 tensors have no place in the model of config.json, the first is model.layers.1." in line
+
+
 def test_wrong_shape_told_once_by_two_ranks(refused: Callable, write_recipe: Write, tiny_llama_copy: Path) -> None:
     change_config(tiny_llama_copy, intermediate_size=60)
     lines = refused(write_recipe(model={"model_name_or_path": str(tiny_llama_copy)}, launch={"nproc": 2}))

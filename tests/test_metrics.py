@@ -108,8 +108,10 @@ class TestFile:
         assert len(caught.value.problems) == 1
 
     def test_full_disk_is_a_user_error(self) -> None:
-        writer = MetricsWriter("/dev/full")
-        with pytest.raises(UserError, match="/dev/full: cannot be written: No space left"):
+        with (
+            pytest.raises(UserError, match="/dev/full: cannot be written: No space left"),
+            MetricsWriter("/dev/full") as writer,  # whose end must not raise over it
+        ):
             writer.write(STEP)
 
     def test_missing_and_unreadable_files_are_user_errors(self, tmp_path: Path) -> None:

@@ -155,8 +155,27 @@ def test_checks_of_a_whole_section(tmp_path: Path) -> None:
     text = GOOD + "  warmup_ratio: 0.1\n  warmup_steps: 3\nexport:\n  max_shard_size: 5 apples\n"
     assert problems(tmp_path, text) == [
         "recipe.yaml:5: train: give warmup_ratio or warmup_steps, not both",
-        "recipe.yaml:9: export: expected a size such as 500MB or 5GB, got '5 apples'",
+        "recipe.yaml:9: export: max_shard_size: expected a size such as 500MB or 5GB, got '5 apples'",
     ]
+
+
+def test_checks_over_several_sections(tmp_path: Path) -> None:
+    text = GOOD + "engine:\n  offload_optimizer: host\n  schedule: immediate\n"
+    [problem] = problems(tmp_path, text)
+    assert problem.startswith("recipe.yaml:9: engine.schedule: immediate steps before the gradient norm is known; set")
+    [problem] = problems(tmp_path, GOOD + "  eval_steps: 2\n")
+    assert problem == (
+        "recipe.yaml:7: train.eval_steps: nothing is held out to evaluate on; set data.val_size or remove it"
+    )
+
+
+def test_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(GOOD)
+    recipe = load_recipe(path, ["train.output_dir=~/run", "data.dataset=[~/a.jsonl, b.jsonl]"])
+    assert recipe.output_dir == tmp_path / "run"
+    assert recipe.data.files == (f"{tmp_path}/a.jsonl", "b.jsonl")
 
 
 def test_duplicate_keys(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from heavylift.config.run_folder import RunFolder, has_trained, is_run_folder
+from heavylift.config.run_folder import RunFolder, check_output_dir, has_trained, is_run_folder
+from heavylift.config.schema import Recipe
+from heavylift.errors import UserError
 
 RECIPE = "model: {}\ndata: {}\ntrain: {}\n"
 
@@ -90,3 +93,42 @@ def test_damaged_metrics_are_kept(tmp_path: Path) -> None:
     assert not has_trained(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "los')
     assert has_trained(tmp_path)
+
+
+def test_a_second_run_is_refused_while_the_first_is_at_work(tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    first.make_room()
+    make_run(tmp_path / "run", "first")
+    step(tmp_path / "run")
+    with pytest.raises(UserError, match=f"another run is at work there \\(process {os.getpid()}\\)"):
+        second.make_room()
+    assert (tmp_path / "run" / "note").read_text() == "first"
+    first.settle(user_error=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    third = RunFolder(tmp_path / "run")
+    third.make_room()
+    third.settle(user_error=True)
+    assert (tmp_path / "run" / "note").read_text() == "first"
+
+
+def _recipe(folder: Path) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"model_name_or_path": "m"},
+            "data": {"dataset": "d"},
+            "train": {"output_dir": str(folder), "overwrite_output_dir": True},
+        }
+    )
+
+
+def test_what_the_user_put_into_a_run_folder_is_not_deleted(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "mine")
+    with pytest.raises(UserError, match="holds note, which heavylift did not write"):
+        check_output_dir(_recipe(tmp_path / "run"))
+    (tmp_path / "run" / "note").unlink()
+    check_output_dir(_recipe(tmp_path / "run"))
+
+
+def test_a_name_too_long_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be made: File name too long"):
+        check_output_dir(_recipe(tmp_path / ("a" * 300)))

@@ -251,6 +251,10 @@ def _explain(error: ValidationError, given: _Given) -> list[str]:
         loc = tuple(str(part) for part in item["loc"][:2])
         if loc in found:
             continue
+        if not loc:  # a check over several sections: its message begins with the key
+            message = item["msg"].removeprefix("Value error, ")
+            found[loc] = f"{given.place(*message.split(':')[0].split('.'))}: {message}"
+            continue
         name, place = ".".join(loc), given.place(*loc)
         if len(loc) == 1:  # a check of the whole section: its own message says it all
             message = item["msg"].removeprefix("Value error, ")

@@ -6,6 +6,7 @@ error leaves everything as it was.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -18,6 +19,10 @@ from heavylift.config.schema import Recipe
 from heavylift.errors import UserError
 
 _HOW = "choose another train.output_dir"
+RUN_FILES = frozenset(
+    ("model", "model.partial", "config.yaml", "metrics.jsonl", "waits.jsonl", "loss.png", "trace.json")
+)
+"""Everything that a run writes into its folder."""
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -43,6 +48,10 @@ def has_trained(folder: Path) -> bool:
 def check_output_dir(recipe: Recipe) -> None:
     """Raises UserError if the run folder exists (and may not be replaced) or cannot be made."""
     folder = recipe.output_dir
+    try:
+        folder.exists()
+    except OSError as error:  # a name too long, a loop of links
+        raise UserError(f"{str(folder)[:80]}: cannot be made: {error.strerror}; {_HOW}") from None
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise UserError(f"{folder}: expected a folder or nothing, got a file or link; {_HOW}")
     if folder.is_dir() and any(folder.iterdir()):
@@ -50,6 +59,12 @@ def check_output_dir(recipe: Recipe) -> None:
             raise UserError(f"{folder}: exists; {_HOW} or set train.overwrite_output_dir=true")
         if not is_run_folder(folder):
             raise UserError(f"{folder}: exists and is no heavylift run folder, so it is not overwritten; {_HOW}")
+        foreign = sorted(path.name for path in folder.iterdir() if path.name not in RUN_FILES)
+        if foreign:
+            raise UserError(
+                f"{folder}: holds {', '.join(foreign[:3])}, which heavylift did not write, so it is not overwritten; "
+                f"move that elsewhere, or {_HOW}"
+            )
         _check_inputs_outside(recipe, folder.resolve())
     parent = nearest_parent(folder)
     if not parent.is_dir():
@@ -96,15 +111,44 @@ class RunFolder:
         self._folder = folder
         self._existed_empty = folder.is_dir() and not any(folder.iterdir())
         self._aside = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
+        self._lock_path = folder.with_name(f".{folder.name}.lock")
+        self._lock: int | None = None
 
     def make_room(self) -> None:
-        """Move an older run aside (same file system, so this is one rename)."""
+        """Move an older run aside (same file system, so this is one rename).
+
+        Raises UserError while another run is at work in the folder.
+        """
+        self._take_lock()
         if self._folder.is_dir() and not self._existed_empty:
             assert is_run_folder(self._folder), self._folder  # checked by check_output_dir
             self._folder.rename(self._aside)
 
     def settle(self, user_error: bool) -> None:
         """Call once the run is over, whatever its end."""
+        try:
+            self._settle(user_error)
+        finally:
+            if self._lock is not None:
+                self._lock_path.unlink(missing_ok=True)
+                os.close(self._lock)
+                self._lock = None
+
+    def _take_lock(self) -> None:
+        self._lock_path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            # the kernel lets go of it when this process ends, however it ends
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(self._lock, 20).decode(errors="replace") or "unknown"
+            os.close(self._lock)
+            self._lock = None
+            raise UserError(f"{self._folder}: another run is at work there (process {owner}); {_HOW}") from None
+        os.ftruncate(self._lock, 0)
+        os.write(self._lock, str(os.getpid()).encode())
+
+    def _settle(self, user_error: bool) -> None:
         started = has_trained(self._folder)
         if not started and (user_error or not self._folder.exists()):
             if self._folder.exists():

@@ -8,6 +8,7 @@ reported in under a second.
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -49,6 +50,12 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+def _expand_user(value: Any) -> Any:
+    # a shell does not expand `~` inside key=~/path, and YAML never does
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+PathText = Annotated[str, BeforeValidator(_expand_user)]
 Int = Annotated[int, BeforeValidator(_no_bool)]
 Float = Annotated[float, BeforeValidator(_no_bool)]
 
@@ -82,11 +89,11 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    model_name_or_path: str
+    model_name_or_path: PathText
     """Folder of a Hugging Face causal language model (config.json + *.safetensors) or a hub id."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`pretrained` reads the weights; `random` needs only config.json (shapes for benchmarks and tests)."""
-    tokenizer_name_or_path: str | None = None
+    tokenizer_name_or_path: PathText | None = None
     """Folder or hub id of the tokenizer; default: the model's own."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the parameters in forward and backward. `auto`: bfloat16 on a GPU, float32 on a CPU.
@@ -100,12 +107,12 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    dataset: str | tuple[str, ...] | None = None
+    dataset: PathText | tuple[PathText, ...] | None = None
     """JSON-lines file, or a list of them. Not used with `format: random`."""
     format: Literal["auto", "messages", "alpaca", "random"] = "auto"
     """`messages`: {"messages": [{"role", "content"}]}; `alpaca`: instruction/input/output[/system];
     `auto` looks at each row; `random`: token ids drawn at random, for benchmarks (every token is trained)."""
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """Path of a Jinja chat template; default: the tokenizer's own."""
     cutoff_len: Annotated[Int, Field(ge=2)] | None = None
     """Longest sample in tokens; default: what the model allows. With `format: random` the length of every sample."""
@@ -115,7 +122,7 @@ class DataConfig(Section):
     """Train on the prompt too. Default: on the assistant's tokens only."""
     val_size: Annotated[Float, Field(ge=0)] = 0.0
     """Held-out share for evaluation: below 1 a fraction of the samples, from 1 up a number of samples."""
-    num_samples: Annotated[Int, Field(ge=1)] | None = None
+    num_samples: Annotated[Int, Field(ge=1, le=100_000_000)] | None = None
     """With `format: random`: how many samples to draw; else: use only the first N samples."""
 
     @property
@@ -140,19 +147,19 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    output_dir: str
+    output_dir: PathText
     """Run folder: model/, metrics.jsonl, loss.png, config.yaml. Must not exist unless `overwrite_output_dir`."""
     overwrite_output_dir: bool = False
     """Replace an existing run folder."""
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = 42
     """Seed of data order, random weights and random data."""
-    per_device_train_batch_size: Annotated[Int, Field(ge=1)] = 1
+    per_device_train_batch_size: Annotated[Int, Field(ge=1, le=65536)] = 1
     """Samples per process in one forward and backward (the micro-batch)."""
-    per_device_eval_batch_size: Annotated[Int, Field(ge=1)] | None = None
+    per_device_eval_batch_size: Annotated[Int, Field(ge=1, le=65536)] | None = None
     """The same for evaluation; default: as in training."""
-    gradient_accumulation_steps: Annotated[Int, Field(ge=1)] = 1
+    gradient_accumulation_steps: Annotated[Int, Field(ge=1, le=65536)] = 1
     """Micro-batches per optimizer step. Gradients add up in float32."""
-    num_train_epochs: Annotated[Float, Field(gt=0)] = 1.0
+    num_train_epochs: Annotated[Float, Field(gt=0, le=1_000_000)] = 1.0
     """Passes over the data; `max_steps` wins where both are given."""
     max_steps: Annotated[Int, Field(ge=1)] | None = None
     """Number of optimizer steps."""
@@ -223,7 +230,7 @@ class EngineConfig(Section):
     """When the step of the host tier runs: `synchronous` after backward; `deferred` beside the next forward;
     `immediate` during backward (only without clipping); `speculative` during backward, corrected when clipping
     strikes; `auto` chooses between the last two and `deferred`."""
-    cpu_threads: Annotated[Int, Field(ge=1)] | Literal["auto"] = "auto"
+    cpu_threads: Annotated[Int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
     """Threads per process of the CPU optimizer step. `auto`: the allowed cores over the processes of this machine."""
     native_kernel: bool = True
     """Use the compiled CPU kernel; false takes its plain PyTorch twin (slower, the same bits)."""
@@ -232,7 +239,7 @@ class EngineConfig(Section):
 class EvalConfig(Section):
     sample_prompt: str | None = None
     """A question that the model answers before and after training (small models: one copy is loaded whole)."""
-    sample_max_new_tokens: Annotated[Int, Field(ge=1)] = 64
+    sample_max_new_tokens: Annotated[Int, Field(ge=1, le=4096)] = 64
     """Length limit of that answer."""
 
 
@@ -251,7 +258,10 @@ class ExportConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        parse_size(self.max_shard_size)
+        try:
+            parse_size(self.max_shard_size)
+        except ValueError as error:
+            raise ValueError(f"max_shard_size: {error}") from None
         return self
 
 
@@ -274,7 +284,9 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.eval.sample_prompt is not None and not self.export.save:
-            raise ValueError("eval.sample_prompt asks the saved model: remove it, or set export.save to true")
+            raise ValueError("eval.sample_prompt: asks the saved model; remove it, or set export.save to true")
+        if self.train.eval_steps is not None and self.data.val_size == 0:
+            raise ValueError("train.eval_steps: nothing is held out to evaluate on; set data.val_size or remove it")
         if self.engine.schedule is Schedule.IMMEDIATE and self.train.max_grad_norm > 0:
             raise ValueError(
                 "engine.schedule: immediate steps before the gradient norm is known; set train.max_grad_norm to 0, or "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -43,7 +44,7 @@ def load_hf_config(folder: Path, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split())[:300]
         raise UserError(f"{folder / 'config.json'}: transformers cannot read this config: {reason}") from None
 
 
@@ -143,7 +144,8 @@ def _tensor_sources(folder: Path) -> dict[str, Path]:
 def check_weights(model: nn.Module, folder: Path) -> dict[str, Path]:
     """Compares names and shapes of a model (meta is enough) with its files: tensor name -> file to read it from.
 
-    Raises UserError for missing tensors and wrong shapes; tensors that the model does not have are logged.
+    Raises UserError for missing tensors, wrong shapes, and tensors that the model does not have, but for those that
+    transformers knows as left over from older versions.
     """
     sources = _tensor_sources(folder)
     aliases = tied_aliases(model)
@@ -163,18 +165,24 @@ def check_weights(model: nn.Module, folder: Path) -> dict[str, Path]:
                 f"{sources[stored]}: tensor {stored} has shape {shape}, config.json asks for {tuple(tensor.shape)}"
             )
         by_name[name] = (stored, sources[stored])
+    unused = sorted(set(sources) - {stored for stored, _ in by_name.values()} - set(aliases))
+    unused = [name for name in unused if not _may_be_left_over(model, name)]
+    if unused:
+        problems.append(
+            f"{folder}: {len(unused)} tensors have no place in the model of config.json, the first is {unused[0]}; "
+            "config.json and the weights do not belong together"
+        )
     if problems:
         shown = problems[:8] + ([f"{folder}: and {len(problems) - 8} more"] if len(problems) > 8 else [])
         raise UserError(*shown)
-    unused = set(sources) - {stored for stored, _ in by_name.values()} - set(aliases)
-    if unused:
-        logger.warning(
-            "%s: %d tensors that this model does not have are ignored: %s",
-            folder,
-            len(unused),
-            ", ".join(sorted(unused)[:4]),
-        )
     return {name: path for name, (_, path) in by_name.items()}
+
+
+def _may_be_left_over(model: nn.Module, name: str) -> bool:
+    """Tensors of older checkpoints that are computed today, and what the model's class says may be there."""
+    patterns = [r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$"]
+    patterns += list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:

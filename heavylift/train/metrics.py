@@ -95,7 +95,10 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError:
+            pass  # the rest of a line that `write` could not write, and has told of
 
     def __enter__(self) -> Self:
         return self

@@ -148,7 +148,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=recipe.model.trust_remote_code)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split())[:300]
         raise UserError(f"{folder}: transformers cannot open this tokenizer: {reason}") from None
 
 

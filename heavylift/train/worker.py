@@ -60,7 +60,12 @@ def _quiet_libraries() -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except UserError as error:
+    except Exception as error:
+        if not isinstance(error, UserError):
+            # most often it is another rank that failed, and this one has only lost its connection: the launcher ends
+            # it meanwhile, and what is shown is the cause
+            time.sleep(_RANK_0_SPEAKS_FIRST_S)
+            raise
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_RANK_0_SPEAKS_FIRST_S)  # the launcher ends this rank as soon as rank 0 has spoken
         for problem in error.problems:
