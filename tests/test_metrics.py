@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from heavylift.config.schema import Tier
+from heavylift.config.schema import Schedule, Tier
 from heavylift.errors import UserError
 from heavylift.train.metrics import (
     EvalMetrics,
@@ -278,6 +278,7 @@ SUMMARY = RunSummary(
     zero_stage=3,
     optimizer_tier=Tier.HOST,
     host_ratio=0.9,
+    schedule=Schedule.AUTO,
     planned_bytes={Tier.DEVICE: 5 * 2**29, Tier.HOST: 24 * 2**30},
 )
 
@@ -291,7 +292,7 @@ class TestSummaries:
             "batch        32 samples per step = 4 per process x 2 accumulated x 4 processes",
             "steps        1,200",
             "sharding     ZeRO stage 3",
-            "optimizer    states 90.0% on the host, 10.0% on the device",
+            "optimizer    states 90.0% on the host, 10.0% on the device, schedule auto",
             "plan         device 2.50GiB, host 24.00GiB per process",
         ]
 

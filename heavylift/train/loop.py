@@ -214,6 +214,7 @@ def _summary(run: Run) -> RunSummary:
         zero_stage=recipe.engine.zero_stage,
         optimizer_tier=recipe.engine.offload_optimizer,
         host_ratio=recipe.engine.ratio,
+        schedule=recipe.engine.schedule,
         planned_bytes={Tier.DEVICE: run.plan.device_bytes, Tier.HOST: run.plan.host_bytes},
     )
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
-from heavylift.config.schema import Tier
+from heavylift.config.schema import Schedule, Tier
 from heavylift.train.metrics import GIB, RunMetrics, StepMetrics
 
 ETA_EVERY_S = 30.0
@@ -127,6 +127,8 @@ class RunSummary:
     optimizer_tier: Tier
     host_ratio: float
     """Share of the optimizer states on the host; counts only where `optimizer_tier` is the host."""
+    schedule: Schedule
+    """When the host's part is stepped."""
     planned_bytes: Mapping[Tier, int] = field(default_factory=dict)
     """What the plan expects to be in use at the peak, for each tier."""
 
@@ -159,8 +161,10 @@ def _placement(summary: RunSummary) -> str:
     if summary.optimizer_tier is Tier.DEVICE:
         return "states on the device"
     if summary.host_ratio == 1:
-        return "states on the host"
-    return f"states {summary.host_ratio:.1%} on the host, {1 - summary.host_ratio:.1%} on the device"
+        where = "states on the host"
+    else:
+        where = f"states {summary.host_ratio:.1%} on the host, {1 - summary.host_ratio:.1%} on the device"
+    return f"{where}, schedule {summary.schedule.value}"
 
 
 def end_summary(metrics: RunMetrics, model_dir: str, next_commands: Sequence[str] = ()) -> str:
