@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,8 +63,6 @@ class Worker:
         """Tasks waiting or at work."""
         self._closed = False
         self._error: BaseException | None = None
-        self.busy_s = 0.0
-        """Seconds spent in tasks since the last `take_busy_s`."""
         self._thread = threading.Thread(target=self._run, name="heavylift-step", daemon=True)
         self._thread.start()
         self.thread_id = self._thread.native_id
@@ -76,7 +73,6 @@ class Worker:
             torch.cuda.set_device(self._device)
         torch.set_grad_enabled(False)  # grad mode is per thread
         while (task := self._next()) is not None:
-            start_s = time.perf_counter()
             try:
                 if self._error is None:
                     task.run()
@@ -85,7 +81,6 @@ class Worker:
             if self._error is not None:
                 # also for the tasks after the one that failed: a reader would wait for them for ever
                 task.gate.open(None, self._error)
-            self.busy_s += time.perf_counter() - start_s
             with self._changed:
                 self._pending -= 1
                 self._changed.notify_all()
@@ -123,11 +118,6 @@ class Worker:
                 self._changed.wait_for(lambda: self._pending == 0)
         if self._error is not None:
             raise RuntimeError("the optimizer step on the host failed") from self._error
-
-    def take_busy_s(self) -> float:
-        """Seconds of work since the last call."""
-        busy_s, self.busy_s = self.busy_s, 0.0
-        return busy_s
 
     def close(self) -> None:
         """Ends the thread after its tasks."""
