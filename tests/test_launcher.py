@@ -205,7 +205,6 @@ def test_threads_of_a_core_stay_together(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(cores, "_place", places.__getitem__)
     assert cores.allowed_cores() == [0, 4, 1, 5, 2, 6, 3, 7]
     assert cores.split_cores(0, 2) == [0, 4, 1, 5]
-    assert cores.physical_cores(cores.allowed_cores()) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,6 @@ def allowed_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0), key=lambda cpu: (*_place(cpu), cpu))
 
 
-def physical_cores(cpus: list[int]) -> list[int]:
-    """One CPU number per physical core of `cpus`, in their order."""
-    first: dict[tuple[int, int], int] = {}
-    for cpu in cpus:
-        first.setdefault(_place(cpu), cpu)
-    return list(first.values())
-
-
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """CPUs' worth of time that the control group (version 1 or 2) grants, None without a limit.
 
