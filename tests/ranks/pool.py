@@ -102,8 +102,8 @@ _pools: dict[int, _Pool] = {}
 def run_on_ranks(world_size: int, job: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:
     """`job(*args)` on every rank; what each rank returned, in rank order. Raises RankError with the tracebacks.
 
-    A rank that a signal ended (seen once in about 1,900 tests: processes that have run hundreds of jobs, cause not found,
-    see docs/log.md) is not taken for the job's fault at once: the job is done again on fresh ranks, with a warning. A job
+    A rank that a signal ended (seen once in two whole runs, after hundreds of jobs in one process, cause not found:
+    docs/log.md) is not taken for the job's fault at once: the job is done again on fresh ranks, with a warning. A job
     that crashes its ranks by itself does so there too.
     """
     try:
