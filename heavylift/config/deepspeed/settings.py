@@ -60,7 +60,7 @@ class Autocast:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The `optimizer` block. `name` is lower case: adam, adamw (both ours, on tiers) or the name of a torch.optim class."""
+    """The `optimizer` block. `name` is lower case: adam, adamw (both ours, on tiers) or a class of torch.optim."""
 
     name: str
     lr: float = 1e-3
