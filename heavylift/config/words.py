@@ -81,7 +81,12 @@ def _words(annotation: Any, metadata: list[Any]) -> str:
     if get_origin(annotation) is Literal:
         return _one_of(str(value) for value in get_args(annotation))
     if get_origin(annotation) is tuple:
-        return "a list of texts"
+        parts = get_args(annotation)
+        if parts[1:] == (Ellipsis,):
+            return "a list of texts"
+        return f"a list of {len(parts)} values, each {_words(parts[0], [])}"
+    if get_origin(annotation) is dict:
+        return "a mapping"
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return _one_of(str(member.value) for member in annotation)
     plain = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}

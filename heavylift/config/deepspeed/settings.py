@@ -60,7 +60,8 @@ class Autocast:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The `optimizer` block. `name` is lower case: adam, adamw (both ours, on tiers) or a class of torch.optim."""
+    """The `optimizer` block. `name`: adam, adamw (both ours, on tiers), else a class of torch.optim as torch spells it
+    (SGD), whose arguments are all in `more`."""
 
     name: str
     lr: float = 1e-3
@@ -99,7 +100,7 @@ class CheckpointingSettings:
     """The `activation_checkpointing` block."""
 
     enabled: bool = False
-    """Whether the file has the block: HF models are then recomputed layer by layer without being asked."""
+    """Whether the file's block asks for anything: HF models are then recomputed layer by layer without being asked."""
     cpu_checkpointing: bool = False
     number_checkpoints: int | None = None
 
@@ -135,6 +136,8 @@ class Settings:
     loss_scale: LossScale | None = None
     """With FP16 (or autocast to float16) only."""
     autocast: Autocast | None = None
+    cast_inputs: bool = False
+    """Float inputs of forward are cast to float16 (`fp16.auto_cast`)."""
     skip_nonfinite: bool = True
     """A step whose gradient norm is not finite leaves weights and states as they are."""
     stage: int = 0

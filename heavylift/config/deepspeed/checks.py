@@ -1,0 +1,244 @@
+"""What the keys of a ds_config mean together: every impossible combination is one clear line.
+
+A check yields (the canonical paths that it concludes from, message). One whose keys had a problem of their own is
+dropped, so that one mistake is reported once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from heavylift.config.deepspeed.reading import Reading
+from heavylift.config.deepspeed.settings import Precision
+from heavylift.config.deepspeed.training import (
+    OURS,
+    REFUSED_OPTIMIZERS,
+    REQUIRED_PARAMS,
+    SCHEDULERS,
+    TORCH_OPTIMIZERS,
+    AdamParams,
+)
+from heavylift.config.words import named, nearest
+
+Found = Iterator[tuple[tuple[str, ...], str]]
+
+PRECISIONS = {
+    "fp32": Precision.FP32,
+    "float32": Precision.FP32,
+    "float": Precision.FP32,
+    "fp16": Precision.FP16,
+    "float16": Precision.FP16,
+    "half": Precision.FP16,
+    "torch.float16": Precision.FP16,
+    "bf16": Precision.BF16,
+    "bfloat16": Precision.BF16,
+    "torch.bfloat16": Precision.BF16,
+}
+
+STAGE = "zero_optimization.stage"
+OPTIMIZER_DEVICE = "zero_optimization.offload_optimizer.device"
+PARAM_DEVICE = "zero_optimization.offload_param.device"
+
+
+def precision_of(reading: Reading) -> Precision:
+    """The parameters' dtype."""
+    config = reading.config
+    return Precision.FP16 if config.fp16.enabled else Precision.BF16 if config.bf16.enabled else Precision.FP32
+
+
+def optimizer_device(reading: Reading) -> str:
+    """`none`, `cpu` or `nvme`, the old `cpu_offload` included."""
+    zero = reading.config.zero_optimization
+    return "cpu" if zero.cpu_offload else zero.offload_optimizer.device
+
+
+def param_device(reading: Reading) -> str:
+    """The same for parameters."""
+    zero = reading.config.zero_optimization
+    return "cpu" if zero.cpu_offload_params else zero.offload_param.device
+
+
+def optimizer_name(type_name: str) -> str | None:
+    """adam, adamw, or the class of torch.optim as torch spells it; None: not one that heavylift builds."""
+    lower = type_name.lower()
+    return OURS.get(lower) or {name.lower(): name for name in TORCH_OPTIMIZERS}.get(lower)
+
+
+def scheduler_name(type_name: str) -> str | None:
+    """The scheduler's name as DeepSpeed spells it, or None."""
+    return {name.lower(): name for name in SCHEDULERS}.get(type_name.lower())
+
+
+def find_conflicts(reading: Reading, world_size: int, leave_open: bool) -> list[tuple[str, str]]:
+    """(path, message) of every impossible combination. `leave_open`: an "auto" that nobody filled is no problem yet."""
+    found: list[tuple[str, str]] = []
+    for check in _CHECKS:
+        found += [(paths[0], text) for paths, text in check(reading) if not _touches(paths, reading.bad)]
+    found += [
+        (paths[0], text) for paths, text in _missing_params(reading, leave_open) if not _touches(paths, reading.bad)
+    ]
+    size = reading.config.data_parallel_size
+    if size is not None and size != world_size:
+        found.append(
+            ("data_parallel_size", f"data_parallel_size: expected the world size {world_size}, got {size}; remove it")
+        )
+    return found
+
+
+def _touches(paths: tuple[str, ...], bad: frozenset[str]) -> bool:
+    return any(path == one or path.startswith(one + ".") for path in paths for one in bad)
+
+
+def _precision(reading: Reading) -> Found:
+    config = reading.config
+    fp16, bf16 = config.fp16.enabled, config.bf16.enabled
+    if fp16 and bf16:
+        yield (
+            ("fp16.enabled", "bf16.enabled"),
+            "fp16.enabled: expected one of fp16 and bf16, got both enabled; set one to false",
+        )
+    elif config.torch_autocast.enabled and (fp16 or bf16):
+        name = "fp16" if fp16 else "bf16"
+        yield (
+            ("torch_autocast.enabled", f"{name}.enabled"),
+            f"torch_autocast.enabled: autocast works on float32 parameters, and {name} makes them 16 bits wide; set "
+            f"one of torch_autocast.enabled and {name}.enabled to false",
+        )
+    asked = config.data_types.param_dtype
+    if asked is not None and PRECISIONS[asked] is not precision_of(reading) and not (fp16 and bf16):
+        yield (
+            ("data_types.param_dtype", "fp16.enabled", "bf16.enabled"),
+            f"data_types.param_dtype: expected {precision_of(reading)}, as fp16.enabled and bf16.enabled have it, got "
+            f"{asked}; remove it or change those",
+        )
+    scale = config.fp16
+    if fp16 and scale.loss_scale == 0 and 2.0**scale.initial_scale_power < scale.min_loss_scale:
+        yield (
+            ("fp16.initial_scale_power", "fp16.min_loss_scale"),
+            f"fp16.min_loss_scale: expected at most the first scale 2^{scale.initial_scale_power}, got "
+            f"{scale.min_loss_scale:g}; lower it or raise fp16.initial_scale_power",
+        )
+
+
+def _offload(reading: Reading) -> Found:
+    zero = reading.config.zero_optimization
+    device, params = optimizer_device(reading), param_device(reading)
+    if device == "nvme":
+        yield (
+            (OPTIMIZER_DEVICE,),
+            "zero_optimization.offload_optimizer.device: heavylift has no NVMe tier; use cpu, with ratio below 1 to "
+            "keep a part of the states on the device",
+        )
+    elif device == "cpu" and zero.stage == 0:
+        yield (
+            (OPTIMIZER_DEVICE, STAGE, "zero_optimization.cpu_offload"),
+            "zero_optimization.offload_optimizer.device: cpu needs sharded optimizer states, and stage 0 shards "
+            "nothing; set zero_optimization.stage to 1, 2 or 3 (equal results)",
+        )
+    if params == "nvme":
+        yield (
+            (PARAM_DEVICE,),
+            "zero_optimization.offload_param.device: heavylift has no NVMe tier; remove offload_param (parameters stay "
+            "sharded on the device) and use offload_optimizer.device cpu",
+        )
+    elif params == "cpu" and zero.stage < 3:
+        yield (
+            (PARAM_DEVICE, STAGE, "zero_optimization.cpu_offload_params"),
+            f"zero_optimization.offload_param.device: cpu needs sharded parameters, and stage {zero.stage} keeps them "
+            "whole; set zero_optimization.stage to 3 or remove offload_param",
+        )
+    if device == "none" and zero.offload_optimizer.super_offload:
+        yield (
+            ("zero_optimization.offload_optimizer.super_offload", OPTIMIZER_DEVICE),
+            "zero_optimization.offload_optimizer.super_offload: steps states that are on the host, and device is none; "
+            "set device to cpu or super_offload to false",
+        )
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
+        if getattr(zero, old) and f"zero_optimization.{new}.device" in reading.given:
+            yield (
+                (f"zero_optimization.{old}", f"zero_optimization.{new}.device"),
+                f"zero_optimization.{old}: the old form of {new}, which is given too; remove {old}",
+            )
+
+
+def _optimizer(reading: Reading) -> Found:
+    type_name = reading.config.optimizer.type
+    if type_name is None:
+        if reading.config.optimizer.params or any(path.startswith("optimizer.params.") for path in reading.given):
+            yield ("optimizer.type",), "optimizer.type: missing beside optimizer.params; set it, such as AdamW"
+        return
+    name = optimizer_name(type_name)
+    if name is None:
+        yield ("optimizer.type",), _unknown_optimizer(type_name)
+        return
+    offloads = optimizer_device(reading) == "cpu"
+    if offloads and name not in OURS.values():
+        yield (
+            ("optimizer.type", OPTIMIZER_DEVICE),
+            f"optimizer.type: only Adam and AdamW can have their states on the host, got {name}; use AdamW or set "
+            "zero_optimization.offload_optimizer.device to none",
+        )
+    params = reading.params.get("optimizer")
+    if isinstance(params, AdamParams) and name == "adam" and offloads:
+        if not params.adam_w_mode and params.weight_decay > 0:
+            yield (
+                ("optimizer.params.adam_w_mode", "optimizer.params.weight_decay", OPTIMIZER_DEVICE),
+                "optimizer.params.adam_w_mode: false (L2 decay in the gradient) works with states on the device only; "
+                "remove it, or set zero_optimization.offload_optimizer.device to none",
+            )
+
+
+def _unknown_optimizer(type_name: str) -> str:
+    instead = REFUSED_OPTIMIZERS.get(type_name.lower())
+    if instead is not None:
+        return f"optimizer.type: heavylift does not have {type_name}; {instead}"
+    known = ["Adam", "AdamW", *TORCH_OPTIMIZERS]
+    match = nearest(type_name.lower(), [name.lower() for name in known])
+    meant = next((name for name in known if name.lower() == match), None)
+    hint = f"did you mean {meant}?" if meant else f"expected one of {', '.join(known)}"
+    return f"optimizer.type: unknown optimizer {named(type_name)}; {hint}"
+
+
+def _scheduler(reading: Reading) -> Found:
+    type_name = reading.config.scheduler.type
+    if type_name is None:
+        if reading.config.scheduler.params or any(path.startswith("scheduler.params.") for path in reading.given):
+            yield ("scheduler.type",), "scheduler.type: missing beside scheduler.params; set it, such as WarmupLR"
+        return
+    name = scheduler_name(type_name)
+    if name is None:
+        match = nearest(type_name.lower(), [known.lower() for known in SCHEDULERS])
+        meant = next((known for known in SCHEDULERS if known.lower() == match), None)
+        hint = f"did you mean {meant}?" if meant else f"expected one of {', '.join(SCHEDULERS)}"
+        yield ("scheduler.type",), f"scheduler.type: unknown scheduler {named(type_name)}; {hint}"
+        return
+    params = reading.params["scheduler"].model_dump()
+    low, high = params.get("cycle_min_lr"), params.get("cycle_max_lr")
+    if low is not None and high is not None and low > high:
+        yield (
+            ("scheduler.params.cycle_min_lr", "scheduler.params.cycle_max_lr"),
+            f"scheduler.params.cycle_min_lr: expected at most cycle_max_lr {high:g}, got {low:g}; change one of them",
+        )
+
+
+def _missing_params(reading: Reading, leave_open: bool) -> Found:
+    type_name = reading.config.scheduler.type
+    name = scheduler_name(type_name) if type_name is not None else None
+    for key in REQUIRED_PARAMS.get(name or "", ()):
+        path = f"scheduler.params.{key}"
+        is_open = path in reading.open_autos
+        if getattr(reading.params["scheduler"], key) is None and not (leave_open and is_open):
+            came = '"auto", which nobody filled in' if is_open else "nothing"
+            yield (path,), f"{path}: {name} needs it, got {came}; give the number"
+
+
+def _reduction(reading: Reading) -> Found:
+    if reading.config.gradient_allreduce_op == "sum":
+        yield (
+            ("gradient_allreduce_op",),
+            "gradient_allreduce_op: gradients are averaged over the ranks, got sum; remove it and multiply the loss by "
+            "the world size",
+        )
+
+
+_CHECKS: tuple[Callable[[Reading], Found], ...] = (_precision, _offload, _optimizer, _scheduler, _reduction)

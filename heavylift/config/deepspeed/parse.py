@@ -1,0 +1,252 @@
+"""ds_config.json into `Settings`: read, checked, solved, resolved.
+
+Phases: `sources.read_source` -> `reading.read_config` -> `checks.find_conflicts` and `batch.solve_batch` -> `Settings`.
+Every problem of a file is collected and raised as one `UserError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heavylift.config.deepspeed.auto import fillings
+from heavylift.config.deepspeed.batch import ACCUMULATION, MICRO, TRAIN, solve_batch
+from heavylift.config.deepspeed.checks import (
+    PRECISIONS,
+    find_conflicts,
+    optimizer_device,
+    optimizer_name,
+    param_device,
+    precision_of,
+    scheduler_name,
+)
+from heavylift.config.deepspeed.reading import Reading, read_config
+from heavylift.config.deepspeed.settings import (
+    Autocast,
+    BatchSizes,
+    CheckpointingSettings,
+    FlopsProfilerSettings,
+    LossScale,
+    MonitorSettings,
+    OffloadSettings,
+    OptimizerSettings,
+    Precision,
+    SchedulerSettings,
+    Settings,
+)
+from heavylift.config.deepspeed.sources import read_source
+from heavylift.config.deepspeed.training import OURS, AdamParams
+from heavylift.config.schema import Schedule, Tier
+from heavylift.errors import UserError
+
+
+@dataclass(frozen=True)
+class Interpretation:
+    """A file and what it comes to; `settings` is None where there are problems."""
+
+    reading: Reading
+    settings: Settings | None
+    problems: tuple[str, ...]
+
+
+def load_settings(
+    config: Mapping[str, Any] | str | Path, world_size: int, *, defaults: Mapping[str, Any] | None = None
+) -> Settings:
+    """The settings of a ds_config: a mapping, the path of a file, or urlsafe base64 of JSON.
+
+    `world_size`: processes of the run, for the batch equation. `defaults`: what a trainer knows for keys that say
+    "auto", by the short names of `auto.PLACES` (lr, betas, total_num_steps, ...) or by a key's own path
+    (`optimizer.params.lr`); an "auto" that stays open takes heavylift's default, said in `Settings.notes`.
+
+    Raises UserError with one message per problem, `SOURCE: key: what was expected, what came; what to change`.
+    """
+    result = interpret(config, world_size, defaults=defaults)
+    if result.problems:
+        raise UserError(*result.problems)
+    assert result.settings is not None
+    return result.settings
+
+
+def interpret(
+    config: Mapping[str, Any] | str | Path,
+    world_size: int,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    leave_open: bool = False,
+) -> Interpretation:
+    """The same with a report on every key, problems returned instead of raised.
+
+    `leave_open`: a required key that says "auto" is no problem: a trainer will fill it in. Raises UserError only where
+    the source cannot be read at all.
+    """
+    assert world_size >= 1, f"{world_size=}"
+    raw, source = read_source(config)
+    reading = read_config(raw, source, fillings(defaults, raw))
+    problems = reading.problems + find_conflicts(reading, world_size, leave_open)
+    sizes, batch_notes, batch_problem = _batch(reading, world_size)
+    if batch_problem is not None and not {TRAIN, MICRO, ACCUMULATION} & reading.bad:
+        problems.append((TRAIN, batch_problem))
+    messages = tuple(f"{source}: {text}" for _, text in problems)
+    if messages or sizes is None:
+        return Interpretation(reading, None, messages)
+    return Interpretation(reading, _resolve(reading, sizes, batch_notes), ())
+
+
+def _batch(reading: Reading, world_size: int) -> tuple[BatchSizes | None, list[str], str | None]:
+    """Sizes, a note for each that was an open "auto", and what is wrong."""
+    config = reading.config
+    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    if train is None and micro is None and {TRAIN, MICRO} & reading.open_autos:
+        micro = 1
+    sizes, problem = solve_batch(train, micro, config.gradient_accumulation_steps, world_size)
+    if sizes is None:
+        return None, [], problem
+    values = {TRAIN: sizes.train_batch, MICRO: sizes.micro_batch, ACCUMULATION: sizes.accumulation}
+    notes = [
+        f'{key}: "auto" that nobody filled in: {value}' for key, value in values.items() if key in reading.open_autos
+    ]
+    return sizes, notes, None
+
+
+def _resolve(reading: Reading, sizes: BatchSizes, batch_notes: list[str]) -> Settings:
+    config = reading.config
+    autocast = None
+    if config.torch_autocast.enabled:
+        autocast = Autocast(PRECISIONS[config.torch_autocast.dtype or "bfloat16"])
+    precision = precision_of(reading)
+    is_scaled = precision is Precision.FP16 or (autocast is not None and autocast.dtype is Precision.FP16)
+    buffer_dtype = config.data_types.buffer_dtype
+    return Settings(
+        batch=sizes,
+        precision=precision,
+        loss_scale=_loss_scale(config.fp16) if is_scaled else None,
+        autocast=autocast,
+        cast_inputs=config.fp16.enabled and config.fp16.auto_cast,
+        skip_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
+        stage=config.zero_optimization.stage,
+        optimizer=_optimizer(reading),
+        scheduler=_scheduler(reading),
+        offload=_offload(reading, is_scaled),
+        gradient_clipping=config.gradient_clipping,
+        managed_accumulation=config.managed_gradient_accumulation,
+        dataloader_drop_last=config.dataloader_drop_last,
+        checkpointing=_checkpointing(config.activation_checkpointing),
+        monitors=_monitors(config),
+        steps_per_print=config.steps_per_print,
+        wall_clock_breakdown=config.wall_clock_breakdown,
+        memory_breakdown=config.memory_breakdown,
+        dump_state=config.dump_state,
+        flops_profiler=_flops_profiler(config.flops_profiler),
+        gather_16bit_weights_on_save=config.zero_optimization.gather_16bit_weights_on_model_save,
+        buffer_dtype=PRECISIONS[buffer_dtype] if buffer_dtype is not None else None,
+        notes=(*reading.notes, *batch_notes, *_notes(reading)),
+    )
+
+
+def _loss_scale(fp16: Any) -> LossScale:
+    return LossScale(
+        static_scale=fp16.loss_scale or None,
+        initial_scale=2.0**fp16.initial_scale_power,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        min_scale=fp16.min_loss_scale,
+    )
+
+
+def _optimizer(reading: Reading) -> OptimizerSettings | None:
+    type_name = reading.config.optimizer.type
+    if type_name is None:
+        return None
+    name = optimizer_name(type_name)
+    assert name is not None, type_name
+    params = reading.params.get("optimizer")
+    if not isinstance(params, AdamParams):
+        return OptimizerSettings(name=name, more=dict(reading.config.optimizer.params))
+    return OptimizerSettings(
+        name=name,
+        lr=params.lr,
+        betas=params.betas,
+        eps=params.eps,
+        weight_decay=params.weight_decay,
+        # without decay the two are the same arithmetic, and the tiers have the decoupled one
+        decoupled=name == "adamw" or params.adam_w_mode or params.weight_decay == 0,
+    )
+
+
+def _scheduler(reading: Reading) -> SchedulerSettings | None:
+    type_name = reading.config.scheduler.type
+    if type_name is None:
+        return None
+    name = scheduler_name(type_name)
+    assert name is not None, type_name
+    return SchedulerSettings(name, reading.params["scheduler"].model_dump(exclude_unset=True))
+
+
+def _offload(reading: Reading, is_scaled: bool) -> OffloadSettings:
+    block = reading.config.zero_optimization.offload_optimizer
+    if optimizer_device(reading) == "none":
+        return OffloadSettings(cores_perc=block.cpuadam_cores_perc)
+    return OffloadSettings(
+        tier=Tier.HOST,
+        ratio=block.ratio,
+        # an overflow must leave every bit as it was, which a step taken before the check could not promise
+        schedule=Schedule.DEFERRED if is_scaled else Schedule.AUTO,
+        cores_perc=block.cpuadam_cores_perc,
+    )
+
+
+def _checkpointing(block: Any) -> CheckpointingSettings:
+    asks = any(value not in (False, None) for value in block.model_dump().values())
+    return CheckpointingSettings(asks, block.cpu_checkpointing, block.number_checkpoints)
+
+
+def _monitors(config: Any) -> tuple[MonitorSettings, ...]:
+    blocks = {
+        "tensorboard": config.tensorboard,
+        "csv": config.csv_monitor,
+        "wandb": config.wandb,
+        "comet": config.comet,
+    }
+    return tuple(
+        MonitorSettings(kind, block.model_dump(exclude={"enabled"})) for kind, block in blocks.items() if block.enabled
+    )
+
+
+def _flops_profiler(block: Any) -> FlopsProfilerSettings:
+    values = block.model_dump()
+    output_file = values.pop("output_file")
+    return FlopsProfilerSettings(**values, output_file=Path(output_file) if output_file else None)
+
+
+def _notes(reading: Reading) -> list[str]:
+    """Notes that need more than one key."""
+    config, given = reading.config, reading.given
+    notes = []
+    if config.zero_optimization.cpu_offload:
+        notes.append("zero_optimization.cpu_offload: old form, read as offload_optimizer: {device: cpu}")
+    if config.zero_optimization.cpu_offload_params:
+        notes.append("zero_optimization.cpu_offload_params: old form, read as offload_param: {device: cpu}")
+    if param_device(reading) == "cpu" and config.zero_optimization.cpu_offload_params:
+        notes.append("zero_optimization.cpu_offload_params: no effect: parameters stay sharded on the device")
+    if config.fp16.enabled and config.fp16.loss_scale:
+        dynamic = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+        notes += [
+            f"fp16.{key}: no effect: fp16.loss_scale {config.fp16.loss_scale:g} is a fixed factor"
+            for key in dynamic
+            if f"fp16.{key}" in given
+        ]
+    pin = "zero_optimization.offload_optimizer.pin_memory"
+    if (
+        pin in given
+        and optimizer_device(reading) == "cpu"
+        and not config.zero_optimization.offload_optimizer.pin_memory
+    ):
+        notes.append(f"{pin}: no effect: staging buffers are page-locked, exactly as large as needed")
+    params = reading.params.get("optimizer")
+    if isinstance(params, AdamParams) and not params.adam_w_mode:
+        if optimizer_name(config.optimizer.type) == OURS["adamw"]:
+            notes.append("optimizer.params.adam_w_mode: no effect: AdamW's decay is decoupled")
+    return notes
