@@ -13,6 +13,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -133,39 +134,50 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def _tensor_sources(folder: Path) -> dict[str, Path]:
-    sources = {}
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in a model folder."""
+
+    name: str
+    """In the file: a tied weight may be stored under either of its names."""
+    path: Path
+    shape: tuple[int, ...]
+
+
+def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of the folder's files, each of which is opened once."""
+    found = {}
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
-            sources.update(dict.fromkeys(file.keys(), path))
-    return sources
+            for name in file.keys():
+                found[name] = StoredTensor(name, path, tuple(file.get_slice(name).get_shape()))
+    return found
 
 
-def check_weights(model: nn.Module, folder: Path) -> dict[str, Path]:
-    """Compares names and shapes of a model (meta is enough) with its files: tensor name -> file to read it from.
+def check_weights(model: nn.Module, folder: Path) -> dict[str, StoredTensor]:
+    """Compares names and shapes of a model (meta is enough) with its files: tensor name -> where to read it from.
 
     Raises UserError for missing tensors, wrong shapes, and tensors that the model does not have, but for those that
     transformers knows as left over from older versions.
     """
-    sources = _tensor_sources(folder)
+    sources = _stored_tensors(folder)
     aliases = tied_aliases(model)
     wanted: dict[str, torch.Tensor] = {**unique_parameters(model), **persistent_buffers(model)}
     by_name = {}
     problems = []
     for name, tensor in wanted.items():
-        # a tied weight may be stored under either of its names
-        stored = next((n for n in (name, *(a for a, f in aliases.items() if f == name)) if n in sources), None)
+        names = (name, *(alias for alias, first in aliases.items() if first == name))
+        stored = next((sources[n] for n in names if n in sources), None)
         if stored is None:
             problems.append(f"{folder}: tensor {name} {tuple(tensor.shape)} is not in any safetensors file")
             continue
-        with safe_open(sources[stored], framework="pt") as file:
-            shape = tuple(file.get_slice(stored).get_shape())
-        if shape != tuple(tensor.shape):
+        if stored.shape != tuple(tensor.shape):
             problems.append(
-                f"{sources[stored]}: tensor {stored} has shape {shape}, config.json asks for {tuple(tensor.shape)}"
+                f"{stored.path}: tensor {stored.name} has shape {stored.shape}, config.json asks for "
+                f"{tuple(tensor.shape)}"
             )
-        by_name[name] = (stored, sources[stored])
-    unused = sorted(set(sources) - {stored for stored, _ in by_name.values()} - set(aliases))
+        by_name[name] = stored
+    unused = sorted(set(sources) - {stored.name for stored in by_name.values()} - set(aliases))
     unused = [name for name in unused if not _may_be_left_over(model, name)]
     if unused:
         problems.append(
@@ -175,7 +187,7 @@ def check_weights(model: nn.Module, folder: Path) -> dict[str, Path]:
     if problems:
         shown = problems[:8] + ([f"{folder}: and {len(problems) - 8} more"] if len(problems) > 8 else [])
         raise UserError(*shown)
-    return {name: path for name, (_, path) in by_name.items()}
+    return by_name
 
 
 def _may_be_left_over(model: nn.Module, name: str) -> bool:
@@ -185,23 +197,24 @@ def _may_be_left_over(model: nn.Module, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def load_weights(model: nn.Module, folder: Path) -> None:
+def load_weights(model: nn.Module, folder: Path, stored: dict[str, StoredTensor] | None = None) -> None:
     """Fills a materialised (sharded) model from safetensors; each rank reads its own slices only.
 
-    Host memory: one slice at a time. The dtype of the files is converted to that of the parameters.
+    Host memory: one slice at a time. The dtype of the files is converted to that of the parameters. `stored`: what
+    `check_weights` found for this model; None checks here, and raises what that raises.
     """
-    sources = check_weights(model, folder)
-    aliases = tied_aliases(model)
+    if stored is None:
+        stored = check_weights(model, folder)
     tensors: dict[str, torch.Tensor] = {**unique_parameters(model), **persistent_buffers(model)}
     with torch.no_grad():
-        for path in sorted(set(sources.values())):
+        for path in sorted({source.path for source in stored.values()}):
             with safe_open(path, framework="pt") as file:
-                stored_names = set(file.keys())
-                for name in (n for n, p in sources.items() if p == path):
-                    stored = next(n for n in (name, *(a for a, f in aliases.items() if f == name)) if n in stored_names)
+                for name, source in stored.items():
+                    if source.path != path:
+                        continue
                     local, where = local_slice(tensors[name])
                     if local.numel() > 0:
-                        local.copy_(file.get_slice(stored)[where] if where else file.get_tensor(stored))
+                        local.copy_(file.get_slice(source.name)[where] if where else file.get_tensor(source.name))
 
 
 def init_random_weights(model: nn.Module, std: float, seed: int) -> None:

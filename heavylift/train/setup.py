@@ -108,8 +108,7 @@ def set_up(recipe: Recipe) -> Run:
     start_process_group(ranks)
     dtype = resolve_dtype(recipe.model.dtype, ranks.device.type)
     model = build_on_meta(hf_config, recipe.model, dtype)
-    if recipe.model.init == "pretrained":
-        check_weights(model, folder)
+    stored = check_weights(model, folder) if recipe.model.init == "pretrained" else None
     num_params, num_trainable = parameter_counts(model)
     check_disk(recipe, num_params)
     prepare_head(model, recipe.train, ranks.rank)
@@ -123,8 +122,8 @@ def set_up(recipe: Recipe) -> Run:
         plan = replace(plan, pinned_bytes=plan.pinned_bytes + store.num_bytes)
     check_plan(plan, measure(ranks.device), ranks.local_world_size, options)
     materialise(model, ranks.device)
-    if recipe.model.init == "pretrained":
-        load_weights(model, folder)
+    if stored is not None:
+        load_weights(model, folder, stored)
     else:
         init_random_weights(model, float(getattr(hf_config, "initializer_range", 0.02)), recipe.train.seed)
     train = recipe.train
