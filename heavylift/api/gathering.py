@@ -1,0 +1,142 @@
+"""`zero.GatheredParameters`: parameters whole inside a `with`, on every rank.
+
+    with heavylift.zero.GatheredParameters(model.head.weight, modifier_rank=0):
+        if rank == 0:
+            model.head.weight.zero_()
+
+It works on parameters made under `zero.Init` and on those of an engine. Whole parameters are left as they are. With
+`modifier_rank` everybody takes that rank's values at the end; without, what was written is discarded. Of an engine's
+parameter the master follows where the bits changed, and keeps its own where they did not, so that looking with a
+`modifier_rank` and changing nothing costs no precision.
+
+Entering and leaving are collectives: every rank passes the same parameters. A backward inside is not supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from heavylift.api.owners import owner_of, states_of
+from heavylift.api.partition import (
+    ZeroParamStatus,
+    close_discarding,
+    close_from,
+    find_partition,
+    is_closed,
+    mark,
+    open_whole,
+)
+from heavylift.api.shards import own_part, whole_value
+from heavylift.errors import UserError
+
+
+class GatheredParameters:
+    """Context in which `params` (one, several, or all of a module) are whole.
+
+    `modifier_rank`: the rank whose values everybody takes at the end; None: reading only. `fwd_module` has no effect.
+    Raises UserError for something that is no parameter, and for a parameter whose shape has been changed inside.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | nn.Module | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._params = _unique(params) if enabled else []
+        self._modifier_rank = modifier_rank
+        self._opened: list[nn.Parameter] = []
+        self._sharded: list[tuple[nn.Parameter, nn.Parameter]] = []
+        """Parameters that are plain and whole now, each with the tensor that holds its DTensor meanwhile."""
+
+    def __enter__(self) -> None:
+        self._opened = open_whole(p for p in self._params if is_closed(p))
+        for param in self._params:
+            if isinstance(param, DTensor):
+                self._sharded.append((param, _make_whole(param)))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        writes = self._modifier_rank is not None and kind is None
+        sharded, self._sharded = self._sharded, []
+        for param, holder in reversed(sharded):
+            whole = param.detach()
+            if writes:
+                dist.broadcast(whole, src=self._modifier_rank)
+            with torch.no_grad():
+                torch.utils.swap_tensors(param, holder)
+            if writes:
+                _write_back(param, whole)
+        handled = {id(param) for param, _ in sharded} | {id(param) for param in self._opened}
+        if self._opened and kind is None and self._modifier_rank is not None:
+            close_from(self._opened, self._modifier_rank)
+        elif self._opened:
+            close_discarding(self._opened)
+        self._opened = []
+        if writes:
+            self._agree([param for param in self._params if id(param) not in handled])
+
+    def _agree(self, params: list[nn.Parameter]) -> None:
+        """Parameters that were whole before: where an engine or `zero.Init` has them, every rank must hold the same."""
+        for param in params:
+            if dist.is_initialized() and (owner_of(param) is not None or find_partition(param) is not None):
+                dist.broadcast(param.detach(), src=self._modifier_rank)
+
+
+def _unique(params: Any) -> list[nn.Parameter]:
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    elif isinstance(params, torch.Tensor):
+        params = [params]
+    unique: dict[int, nn.Parameter] = {}
+    for param in params:
+        if not isinstance(param, nn.Parameter):
+            raise UserError(f"GatheredParameters: expected parameters or a module, got {type(param).__name__}")
+        unique[id(param)] = param
+    return list(unique.values())
+
+
+@torch.no_grad()
+def _make_whole(param: nn.Parameter) -> nn.Parameter:
+    """The very object `param` becomes a plain whole parameter; returns what holds the shard meanwhile.
+
+    Scripts hold on to parameter objects, and modules and optimizers do: it has to be the same object.
+    """
+    states = states_of(param)
+    if states is not None:
+        states.group.gate.wait()  # its updated shard may still be under way
+    holder = nn.Parameter(whole_value(param), requires_grad=param.requires_grad)
+    holder.__dict__.update({name: value for name, value in param.__dict__.items() if name.startswith("ds_")})
+    torch.utils.swap_tensors(param, holder)
+    if "ds_id" in param.__dict__:
+        mark(param, param.shape, ZeroParamStatus.AVAILABLE)
+    return holder
+
+
+@torch.no_grad()
+def _write_back(param: nn.Parameter, whole: torch.Tensor) -> None:
+    if whole.shape != param.shape:
+        raise UserError(
+            f"GatheredParameters: a parameter of shape {tuple(param.shape)} was given the shape {tuple(whole.shape)}; "
+            "change shapes before initialize()"
+        )
+    mine = own_part(param, whole.to(param.dtype)).reshape(-1)
+    states = states_of(param)
+    if states is not None:
+        try:
+            states.write_changed(mine)
+        except RuntimeError as error:
+            raise UserError(str(error)) from None
+        return
+    assert isinstance(param, DTensor)
+    shard = param.to_local().view(-1)
+    shard.copy_(mine)
