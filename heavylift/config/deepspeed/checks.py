@@ -98,12 +98,13 @@ def _precision(reading: Reading) -> Found:
             "fp16.enabled: expected one of fp16 and bf16, got both enabled; set one to false",
         )
     elif config.torch_autocast.enabled and (fp16 or bf16):
-        name = "fp16" if fp16 else "bf16"
-        yield (
-            ("torch_autocast.enabled", f"{name}.enabled"),
-            f"torch_autocast.enabled: autocast works on float32 parameters, and {name} makes them 16 bits wide; set "
-            f"one of torch_autocast.enabled and {name}.enabled to false",
-        )
+        name, asked = "fp16" if fp16 else "bf16", config.torch_autocast.dtype
+        if asked is not None and PRECISIONS[asked] is not precision_of(reading):
+            yield (
+                ("torch_autocast.dtype", f"{name}.enabled"),
+                f"torch_autocast.dtype: expected {precision_of(reading)}, the parameters' dtype by {name}.enabled, got "
+                f"{asked}; change one of them",
+            )
     asked = config.data_types.param_dtype
     if asked is not None and PRECISIONS[asked] is not precision_of(reading) and not (fp16 and bf16):
         yield (

@@ -87,7 +87,7 @@ def is_enabled(block: dict[str, Any]) -> bool:
 
 def has_content(block: dict[str, Any]) -> bool:
     """Whether a block says anything at all, other than that it is off."""
-    return any(value not in (False, None) for value in block.values())
+    return any(value not in (False, None, "auto") for value in block.values())
 
 
 def refused_block(instead: str, keys: str, asks: Callable[[dict[str, Any]], bool] = is_enabled) -> Key:

@@ -114,7 +114,9 @@ def _resolve(reading: Reading, sizes: BatchSizes, batch_notes: list[str]) -> Set
     config = reading.config
     autocast = None
     if config.torch_autocast.enabled:
-        autocast = Autocast(PRECISIONS[config.torch_autocast.dtype or "bfloat16"])
+        # as the parameters are, where they are 16 bits wide
+        default = "float16" if config.fp16.enabled else "bfloat16"
+        autocast = Autocast(PRECISIONS[config.torch_autocast.dtype or default])
     precision = precision_of(reading)
     is_scaled = precision is Precision.FP16 or (autocast is not None and autocast.dtype is Precision.FP16)
     buffer_dtype = config.data_types.buffer_dtype

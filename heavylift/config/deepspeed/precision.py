@@ -50,7 +50,7 @@ class Bf16(Block):
 
 
 class TorchAutocast(Block):
-    """torch.autocast around forward; parameters keep float32."""
+    """torch.autocast around forward; parameters keep their dtype (float32 without fp16 and bf16)."""
 
     switch: ClassVar[str | None] = "enabled"
 

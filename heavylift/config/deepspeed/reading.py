@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from heavylift.config.deepspeed.auto import AUTO
 from heavylift.config.deepspeed.batch import ACCUMULATION, MICRO, TRAIN
-from heavylift.config.deepspeed.keys import Block, Status, block_of, canonical_names, key_of
+from heavylift.config.deepspeed.keys import Block, Status, block_of, canonical_names, has_content, key_of
 from heavylift.config.deepspeed.schema import DeepSpeedConfig
 from heavylift.config.deepspeed.training import OURS, SCHEDULERS, AdamParams
 from heavylift.config.words import expected, named, nearest, shown
@@ -31,7 +31,7 @@ class KeyReport:
     """As the file has it."""
     value: Any
     status: str
-    """`done`, `no effect`, `refused`, `off`, `auto` or `error`."""
+    """`done`, `no effect`, `refused`, `off`, `auto`, `comment` or `error`."""
     text: str
 
 
@@ -124,6 +124,9 @@ def _walk_block(
     names = canonical_names(block)
     entries: dict[str, tuple[str, Any]] = {}
     for name, value in raw.items():
+        if isinstance(name, str) and _is_comment(name):
+            walk.report(prefix + named(name), value, "comment", "a comment")
+            continue
         written = prefix + (named(name) if isinstance(name, str) else shown(name))
         canonical = names.get(name) if isinstance(name, str) else None
         if canonical is None:
@@ -225,7 +228,10 @@ def _walk_refused_block(walk: _Walk, field_info: FieldInfo, path: Path, written:
     if key.asks(value):
         walk.problem(path, written, f"heavylift does not have this; {key.text}", value, "refused")
         return
-    walk.report(written, value, "off", key.text)
+    if has_content(value) and not any(value.get(switch) is False for switch in ("enabled", "deepcompile")):
+        walk.note(written, value, f"no effect: it does not switch anything on; {key.text}")
+    else:
+        walk.report(written, value, "off", "the block is off")
     if "..." in key.block_keys:
         return
     for name in value:
@@ -368,6 +374,11 @@ def _hint(value: Any) -> str:
             return ""
         return "; remove the quotes"
     return ""
+
+
+def _is_comment(name: str) -> bool:
+    # JSON has no comments, so people write them as keys
+    return name.startswith(("_", "//", "#")) or name in ("comment", "comments")
 
 
 def _is_auto(value: Any) -> bool:

@@ -52,7 +52,7 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Autocast:
-    """torch.autocast around forward, parameters as they are."""
+    """torch.autocast around forward; parameters keep the dtype of `Settings.precision`."""
 
     dtype: Precision
     """`bfloat16` or `float16`."""

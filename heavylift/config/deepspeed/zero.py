@@ -110,10 +110,10 @@ class ZeroOptimization(Block):
     ] = False
     contiguous_gradients: Annotated[Switch, no_effect("gradients of a layer are one buffer", agrees=(True,))] = True
     reduce_scatter: Annotated[Switch, no_effect("stages 1 to 3 always reduce-scatter", agrees=(True,))] = True
-    reduce_bucket_size: Annotated[Whole, Field(ge=1), no_effect(_BUCKETS)] = 500_000_000
+    reduce_bucket_size: Annotated[Whole, Field(ge=0), no_effect(_BUCKETS)] = 500_000_000
     use_multi_rank_bucket_allreduce: Annotated[Switch, no_effect(_BUCKETS)] = True
     allgather_partitions: Annotated[Switch, no_effect("parameters are always all-gathered", agrees=(True,))] = True
-    allgather_bucket_size: Annotated[Whole, Field(ge=1), no_effect(_BUCKETS)] = 500_000_000
+    allgather_bucket_size: Annotated[Whole, Field(ge=0), no_effect(_BUCKETS)] = 500_000_000
     overlap_comm: Annotated[
         Switch | None,
         no_effect("collectives always overlap with computation", agrees=(True,), there="true in stage 3, else false"),
@@ -124,7 +124,7 @@ class ZeroOptimization(Block):
     elastic_checkpoint: Annotated[
         Switch, no_effect("every checkpoint resumes on another number of ranks", agrees=(False,))
     ] = False
-    sub_group_size: Annotated[Whole, Field(ge=1), no_effect("states are stepped layer by layer")] = 1_000_000_000
+    sub_group_size: Annotated[Whole, Field(ge=0), no_effect("states are stepped layer by layer")] = 1_000_000_000
     prefetch_bucket_size: Annotated[
         Whole, Field(ge=0), no_effect(_PREFETCH, aliases=("stage3_prefetch_bucket_size",))
     ] = 50_000_000
