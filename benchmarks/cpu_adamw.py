@@ -21,13 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from heavylift.offload import native
-from heavylift.offload.adamw import AdamWHyper, adamw_step_
+from heavylift.offload.adamw import AdamWHyper, StepTensors, adamw_step_
 from heavylift.offload.native import NativeKernel
 
-StepTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 BYTES_PER_PARAM = 3 * 4 * 2 + 2 + 2
 HYPER = AdamWHyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10)
 
@@ -51,7 +49,7 @@ def main() -> None:
             f"{count:>7} {row['step_gb_per_s']:>10.1f} {row['probe_gb_per_s']:>10.1f} {row['ratio']:>6.3f} {span:>13} "
             f"{row['gparam_per_s']:>9.3f}"
         )
-    twin_s = _time(lambda: adamw_step_(*tensors, HYPER))
+    twin_s = _time(lambda: adamw_step_(tensors, HYPER))
     twin = {"threads": torch.get_num_threads(), "gb_per_s": args.params * BYTES_PER_PARAM / twin_s / 1e9}
     print(f"plain PyTorch twin, {twin['threads']} threads: {twin['gb_per_s']:.1f} GB/s")
     if args.out:
@@ -92,20 +90,20 @@ def _tensors(n: int) -> StepTensors:
     """master, exp_avg, exp_avg_sq float32 [n], grad and param_out bfloat16 [n]."""
     torch.manual_seed(0)
     master, grad = torch.randn(n), torch.randn(n).bfloat16()
-    return master, torch.zeros(n), torch.zeros(n), grad, torch.zeros(n, dtype=torch.bfloat16)
+    return StepTensors(master, torch.zeros(n), torch.zeros(n), grad, torch.zeros(n, dtype=torch.bfloat16))
 
 
 def _measure(
     kernel: NativeKernel, tensors: StepTensors, num_threads: int, cpus: list[int], repeats: int
 ) -> dict[str, float]:
-    n = tensors[0].numel()
+    n = tensors.master.numel()
     pinned = [cpus[t % len(cpus)] for t in range(num_threads)]
     # the probe adds the gradient over and over: on copies, or the step would soon compute with large numbers
-    a, b, c, source, out = (t.clone() for t in tensors)
+    a, b, c, source, out = (t.clone() for t in tensors.named().values())
     with kernel.pool(num_threads, pinned) as pool:
         step_s, probe_s = [], []
         for repeat in range(repeats + 1):
-            step = _time(lambda: kernel.adamw_step_(pool, *tensors, HYPER))
+            step = _time(lambda: kernel.adamw_step_(pool, tensors, HYPER))
             probe = _time(lambda: kernel.bandwidth_probe(pool, a, b, c, source, out))
             if repeat > 0:  # the first pair meets cold pages
                 step_s.append(step)

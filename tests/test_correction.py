@@ -5,40 +5,44 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
+from adamw_helpers import (
+    DTYPES,
+    assert_same_bits,
+    assert_same_step,
+    draw_state,
+    each_isa,
+    needs_kernel,
+    special_states,
+    the_kernel,
+    using_isa,
+    with_output,
+)
 from torch import Tensor
 
-from heavylift.offload import native
-from heavylift.offload.adamw import AdamWHyper, adamw_step_
+from heavylift.offload.adamw import AdamWHyper, StepTensors, adamw_step_
 from heavylift.offload.correction import adamw_correct_, adamw_undo_
 from heavylift.offload.kernels import Kernel, NativeKernel, PlainKernel, host_kernel
 from heavylift.offload.native import ThreadPool
 
 SIZES = (0, 1, 17, 32768 + 35)
-SPECIALS = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 3e38, -3e38, 1e20, 1e-20, 1.0, -1.0)
 HYPER = AdamWHyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=10)
 ULP = 2.0**-24  # the largest relative error of one rounding to float32
-KERNEL = native.load()
-needs_kernel = pytest.mark.skipif(KERNEL is None, reason="the native kernel is not built on this machine")
-each_isa = pytest.mark.parametrize("isa", [] if KERNEL is None else KERNEL.available_isas(), indirect=True)
 
 
 @pytest.fixture
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    assert KERNEL is not None
-    before = KERNEL.isa
-    KERNEL.set_isa(request.param)
-    yield request.param
-    KERNEL.set_isa(before)
+    with using_isa(request.param) as name:
+        yield name
 
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[list[ThreadPool]]:
-    assert KERNEL is not None
-    made = [KERNEL.pool(1), KERNEL.pool(3)]
+    made = [the_kernel().pool(1), the_kernel().pool(3)]
     yield made
     for pool in made:
         pool.close()
@@ -55,55 +59,29 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 # ---- the native kernel and its twin: the same bits ------------------------------------------------------------
 
 
-def _any_state(n: int, grad_dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """master, exp_avg, exp_avg_sq, grad over many binades; no step need have led there."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(low: float, high: float) -> Tensor:
-        exponent = torch.empty(n).uniform_(low, high, generator=generator)
-        return torch.randn(n, generator=generator) * torch.exp2(exponent)
-
-    return [draw(-12, 2), draw(-30, 4), draw(-60, 8).abs(), draw(-30, 6).to(grad_dtype)]
-
-
-def _assert_same_bits(got: Tensor, expected: Tensor, what: str) -> None:
-    assert torch.equal(got.isnan(), expected.isnan()), f"{what}: NaN in other places"
-    integers = torch.int16 if got.dtype == torch.bfloat16 else torch.int32
-    differ = (got.view(integers) != expected.view(integers)) & ~got.isnan()
-    assert not differ.any(), f"{what}: {int(differ.sum())} differ, first {got[differ][0]} for {expected[differ][0]}"
-
-
 def _compare_with_twin(
     pools: Iterable[ThreadPool], state: list[Tensor], out_dtype: torch.dtype | None, hyper: AdamWHyper
 ) -> None:
-    assert KERNEL is not None
-
-    def results(correct: Callable[..., None], undo: Callable[..., None]) -> dict[str, Tensor]:
-        found = {}
-        undoable = hyper.step == 1 or min(hyper.beta1, hyper.beta2) > 0
-        for name in ("correct", "undo") if undoable else ("correct",):
-            tensors = [t.clone() for t in state]
-            out = None if out_dtype is None else torch.full_like(state[0], 7, dtype=out_dtype)
-            correct(*tensors, out, hyper, 0.3) if name == "correct" else undo(*tensors, out, hyper)
-            named = zip(("master", "exp_avg", "exp_avg_sq", "grad", "out"), [*tensors, out], strict=True)
-            found.update({f"{name} {role}": tensor for role, tensor in named if tensor is not None})
+    def results(correct: Callable[..., None], undo: Callable[..., None]) -> dict[str, StepTensors]:
+        found = {"correct": with_output(state, out_dtype)}
+        correct(found["correct"], hyper, 0.3)
+        if hyper.step == 1 or min(hyper.beta1, hyper.beta2) > 0:
+            found["undo"] = with_output(state, out_dtype)
+            undo(found["undo"], hyper)
         return found
 
-    expected = results(adamw_correct_, adamw_undo_)
+    expected, native_kernel = results(adamw_correct_, adamw_undo_), the_kernel()
     for pool in pools:
-        got = results(
-            lambda *a, pool=pool: KERNEL.adamw_correct_(pool, *a), lambda *a, pool=pool: KERNEL.adamw_undo_(pool, *a)
-        )
-        for name, tensor in expected.items():
-            _assert_same_bits(got[name], tensor, f"{name}, {pool.num_threads} threads, n={tensor.numel()}, {hyper}")
+        got = results(partial(native_kernel.adamw_correct_, pool), partial(native_kernel.adamw_undo_, pool))
+        for name, tensors in expected.items():
+            assert_same_step(got[name], tensors, f"{name}, {pool.num_threads} threads, {hyper}")
 
 
 @needs_kernel
 @each_isa
 def test_kernel_equals_twin_for_every_size_and_dtype(isa: str, pools: list[ThreadPool]) -> None:
-    dtypes = (torch.float32, torch.bfloat16)
-    for n, grad_dtype, out_dtype in product(SIZES, dtypes, (None, *dtypes)):
-        _compare_with_twin(pools, _any_state(n, grad_dtype), out_dtype, HYPER)
+    for n, grad_dtype, out_dtype in product(SIZES, DTYPES, (None, *DTYPES)):
+        _compare_with_twin(pools, draw_state(n, grad_dtype), out_dtype, HYPER)
 
 
 @needs_kernel
@@ -112,31 +90,30 @@ def test_kernel_equals_twin_for_every_hyperparameter(isa: str, pools: list[Threa
     cases = product((1e-3, 0.0), (0.0, 0.1), (1.0, 0.37), (1, 2, 1000), ((0.9, 0.999), (0.0, 0.98), (0.95, 0.0)))
     for seed, (lr, decay, scale, step, (beta1, beta2)) in enumerate(cases):
         hyper = AdamWHyper(lr, beta1, beta2, 1e-8, decay, step, scale)
-        _compare_with_twin(pools[1:], _any_state(10_001, torch.bfloat16, seed), torch.bfloat16, hyper)
+        _compare_with_twin(pools[1:], draw_state(10_001, torch.bfloat16, seed), torch.bfloat16, hyper)
 
 
 @needs_kernel
 @each_isa
 def test_kernel_equals_twin_for_special_values(isa: str, pools: list[ThreadPool]) -> None:
-    values = torch.tensor(SPECIALS)
-    p, m, v, g = (x.reshape(-1).clone() for x in torch.meshgrid(values, values, values.abs(), values, indexing="ij"))
-    for step, grad_dtype in product((1, 10), (torch.float32, torch.bfloat16)):
-        _compare_with_twin(pools, [p, m, v, g.to(grad_dtype)], torch.bfloat16, replace(HYPER, step=step))
+    for step, grad_dtype in product((1, 10), DTYPES):
+        out_dtype = torch.float16 if grad_dtype == torch.float16 else torch.bfloat16
+        _compare_with_twin(pools, special_states(grad_dtype), out_dtype, replace(HYPER, step=step))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("step", (1, 1000))
 def test_twin_has_the_same_bits_on_a_gpu(step: int) -> None:
     hyper = replace(HYPER, step=step)
-    for grad_dtype in (torch.float32, torch.bfloat16):
-        state = _any_state(10**6 + 1, grad_dtype, step)
-        for take_back in (lambda *a: adamw_correct_(*a, hyper, 0.3), lambda *a: adamw_undo_(*a, hyper)):
-            on_cpu = [*(t.clone() for t in state), torch.zeros(state[0].numel(), dtype=torch.bfloat16)]
-            on_gpu = [t.cuda() for t in on_cpu]
-            take_back(*on_cpu)
-            take_back(*on_gpu)
-            for got, expected in zip(on_gpu, on_cpu, strict=True):
-                _assert_same_bits(got.cpu(), expected, f"step {step}, {grad_dtype}")
+    for grad_dtype in DTYPES:
+        state = draw_state(10**6 + 1, grad_dtype, step)
+        for take_back in (partial(adamw_correct_, coefficient=0.3), adamw_undo_):
+            on_cpu = with_output(state, torch.bfloat16)
+            on_gpu = StepTensors(*(t.cuda() for t in on_cpu.named().values()))
+            take_back(on_cpu, hyper=hyper)
+            take_back(on_gpu, hyper=hyper)
+            got = StepTensors(*(t.cpu() for t in on_gpu.named().values()))
+            assert_same_step(got, on_cpu, f"step {step}, {grad_dtype}")
 
 
 # ---- how exact: against the clipped step, and against the state before the step ---------------------------------
@@ -202,10 +179,10 @@ def test_corrected_step_is_the_clipped_step_but_for_rounding(step: int, coeffici
     for grad_dtype in (torch.bfloat16, torch.float32):
         before, grad = _training_state(n, step, grad_dtype)
         expected, got = _copies(before), _copies(before)
-        adamw_step_(*expected, grad, None, replace(hyper, grad_scale=coefficient))
-        adamw_step_(*got, grad, None, hyper)
+        adamw_step_(StepTensors(*expected, grad, None), replace(hyper, grad_scale=coefficient))
+        adamw_step_(StepTensors(*got, grad, None), hyper)
         assert not torch.equal(got[0], expected[0]) and not torch.equal(got[1], expected[1])
-        adamw_correct_(*got, grad, None, hyper, coefficient)
+        adamw_correct_(StepTensors(*got, grad, None), hyper, coefficient)
         found = _distance(got, expected)
         if step == 1:
             assert found.same_m == found.same_v == 1, found
@@ -221,8 +198,8 @@ def test_undone_step_is_the_state_before_but_for_rounding(step: int) -> None:
     for grad_dtype in (torch.bfloat16, torch.float32):
         before, grad = _training_state(200_000, step, grad_dtype)
         got = _copies(before)
-        adamw_step_(*got, grad, None, hyper)
-        adamw_undo_(*got, grad, None, hyper)
+        adamw_step_(StepTensors(*got, grad, None), hyper)
+        adamw_undo_(StepTensors(*got, grad, None), hyper)
         found = _distance(got, before)
         if step == 1:
             assert not got[1].any() and not got[2].any()
@@ -244,12 +221,12 @@ def test_error_is_bounded_whatever_the_gradient(betas: tuple[float, float]) -> N
     """
     hyper = replace(HYPER, beta1=betas[0], beta2=betas[1])
     for seed, coefficient in enumerate((0.9, 0.03, 1e-4)):
-        *before, grad = _any_state(200_000, torch.float32, seed)
+        *before, grad = draw_state(200_000, torch.float32, seed)
         expected, spoilt, got = _copies(before), _copies(before), _copies(before)
-        adamw_step_(*expected, grad, None, replace(hyper, grad_scale=coefficient))
-        adamw_step_(*spoilt, grad, None, hyper)
-        adamw_step_(*got, grad, None, hyper)
-        adamw_correct_(*got, grad, None, hyper, coefficient)
+        adamw_step_(StepTensors(*expected, grad, None), replace(hyper, grad_scale=coefficient))
+        adamw_step_(StepTensors(*spoilt, grad, None), hyper)
+        adamw_step_(StepTensors(*got, grad, None), hyper)
+        adamw_correct_(StepTensors(*got, grad, None), hyper, coefficient)
         assert (got[2] >= 0).all()
         m_error = (got[1].double() - expected[1]).abs()
         largest = torch.maximum(before[1].abs(), (1 - hyper.beta1) * grad.abs())
@@ -267,33 +244,33 @@ def test_what_must_not_move_does_not(kernel: Kernel) -> None:
     grad[::2] = 0
     out = torch.empty(10_000, dtype=torch.bfloat16)
     stepped = _copies(before)
-    kernel.step(*stepped, grad, out, HYPER)
+    kernel.step(StepTensors(*stepped, grad, out), HYPER)
     got = _copies(stepped)
-    kernel.correct(*got, grad, out, HYPER, 0.01)
+    kernel.correct(StepTensors(*got, grad, out), HYPER, 0.01)
     for name, tensor, old in zip(("master", "exp_avg", "exp_avg_sq"), got, stepped, strict=True):
-        _assert_same_bits(tensor[::2], old[::2], f"{name} where the gradient is 0")
+        assert_same_bits(tensor[::2], old[::2], f"{name} where the gradient is 0")
         assert (tensor[1::2] != old[1::2]).double().mean() > 0.5, f"{name} did not move where it should"
     standing = replace(HYPER, lr=0.0)
-    for take_back in (lambda *a: kernel.correct(*a, standing, 0.01), lambda *a: kernel.undo(*a, standing)):
+    for take_back in (partial(kernel.correct, coefficient=0.01), kernel.undo):
         got = _copies(before)
         got[0][0] = -0.0
         master = got[0].clone()
-        kernel.step(*got, grad, out, standing)
-        take_back(*got, grad, out)
-        _assert_same_bits(got[0], master, "master with lr 0")
-        _assert_same_bits(out, master.bfloat16(), "param_out with lr 0")
+        kernel.step(StepTensors(*got, grad, out), standing)
+        take_back(StepTensors(*got, grad, out), hyper=standing)
+        assert_same_bits(got[0], master, "master with lr 0")
+        assert_same_bits(out, master.bfloat16(), "param_out with lr 0")
 
 
 def test_a_scaled_gradient_is_clipped_on_top_of_its_scale() -> None:
     before, grad = _training_state(50_000, 10, torch.float32)
     hyper = replace(HYPER, grad_scale=0.25)
     expected, got, undone = _copies(before), _copies(before), _copies(before)
-    adamw_step_(*expected, grad, None, replace(hyper, grad_scale=0.25 * 0.1))
-    adamw_step_(*got, grad, None, hyper)
-    adamw_correct_(*got, grad, None, hyper, 0.1)
+    adamw_step_(StepTensors(*expected, grad, None), replace(hyper, grad_scale=0.25 * 0.1))
+    adamw_step_(StepTensors(*got, grad, None), hyper)
+    adamw_correct_(StepTensors(*got, grad, None), hyper, 0.1)
     assert _distance(got, expected).rel_m < 1e-7 and _distance(got, expected).rel_v < 1e-7
-    adamw_step_(*undone, grad, None, hyper)
-    adamw_undo_(*undone, grad, None, hyper)
+    adamw_step_(StepTensors(*undone, grad, None), hyper)
+    adamw_undo_(StepTensors(*undone, grad, None), hyper)
     assert _distance(undone, before).rel_m < 1e-7 and _distance(undone, before).rel_v < 1e-7
 
 
@@ -301,13 +278,13 @@ def test_a_beta_of_zero_can_be_corrected_and_not_undone() -> None:
     before, grad = _training_state(50_000, 10, torch.float32)
     for hyper in (replace(HYPER, beta1=0.0), replace(HYPER, beta2=0.0)):
         expected, got = _copies(before), _copies(before)
-        adamw_step_(*expected, grad, None, replace(hyper, grad_scale=0.1))
-        adamw_step_(*got, grad, None, hyper)
-        adamw_correct_(*got, grad, None, hyper, 0.1)
+        adamw_step_(StepTensors(*expected, grad, None), replace(hyper, grad_scale=0.1))
+        adamw_step_(StepTensors(*got, grad, None), hyper)
+        adamw_correct_(StepTensors(*got, grad, None), hyper, 0.1)
         found = _distance(got, expected)
         assert found.rel_m < 2e-7 and found.rel_v < 2e-7 and found.same_p > 0.95, found
         with pytest.raises(AssertionError, match="beta of 0 leaves no trace"):
-            adamw_undo_(*got, grad, None, hyper)
+            adamw_undo_(StepTensors(*got, grad, None), hyper)
 
 
 # ---- a run with many strikes ------------------------------------------------------------------------------------
@@ -334,13 +311,13 @@ def _train(kernel: Kernel, when: str, num_steps: int, n: int) -> tuple[list[Tens
         hyper = replace(HYPER, step=step)
         if when == "before":
             if not skip:
-                kernel.step(*state, grad, param, replace(hyper, grad_scale=coefficient))
+                kernel.step(StepTensors(*state, grad, param), replace(hyper, grad_scale=coefficient))
         else:
-            kernel.step(*state, grad, param, hyper)
+            kernel.step(StepTensors(*state, grad, param), hyper)
             if when == "after" and skip:
-                kernel.undo(*state, grad, param, hyper)
+                kernel.undo(StepTensors(*state, grad, param), hyper)
             elif when == "after" and coefficient < 1:
-                kernel.correct(*state, grad, param, hyper, coefficient)
+                kernel.correct(StepTensors(*state, grad, param), hyper, coefficient)
         step += not skip
     return state, param, num_strikes
 
@@ -368,31 +345,30 @@ def test_many_strikes_do_not_add_up() -> None:
 def test_a_coefficient_that_clips_nothing_is_refused(kernel: Kernel, coefficient: float) -> None:
     tensors = [torch.zeros(8) for _ in range(5)]
     with pytest.raises(AssertionError, match="between 0 and 1"):
-        kernel.correct(*tensors, HYPER, coefficient)
+        kernel.correct(StepTensors(*tensors), HYPER, coefficient)
 
 
 def test_wrong_tensors_are_refused(kernel: Kernel) -> None:
     good = [torch.zeros(8) for _ in range(5)]
     for index, bad, message in (
         (0, torch.zeros(8, dtype=torch.bfloat16), "master has dtype"),
-        (3, torch.zeros(8, dtype=torch.float16), "grad has dtype"),
+        (3, torch.zeros(8, dtype=torch.float64), "grad has dtype"),
         (1, torch.zeros(9), "exp_avg has shape"),
     ):
         tensors = [bad if i == index else t for i, t in enumerate(good)]
         with pytest.raises(AssertionError, match=message):
-            kernel.correct(*tensors, HYPER, 0.5)
+            kernel.correct(StepTensors(*tensors), HYPER, 0.5)
         with pytest.raises(AssertionError, match=message):
-            kernel.undo(*tensors, HYPER)
+            kernel.undo(StepTensors(*tensors), HYPER)
     with pytest.raises(AssertionError, match="leaves nothing of the weights"):
-        kernel.undo(*good, replace(HYPER, lr=1.0, weight_decay=1.0))
+        kernel.undo(StepTensors(*good), replace(HYPER, lr=1.0, weight_decay=1.0))
 
 
 @needs_kernel
 def test_overlapping_tensors_are_refused(pools: list[ThreadPool]) -> None:
-    assert KERNEL is not None
-    a, b, c, d = (torch.zeros(8) for _ in range(4))
-    for take_back in (lambda *t: KERNEL.adamw_correct_(*t, HYPER, 0.5), lambda *t: KERNEL.adamw_undo_(*t, HYPER)):
+    kernel, (a, b, c, d) = the_kernel(), (torch.zeros(8) for _ in range(4))
+    for take_back in (partial(kernel.adamw_correct_, coefficient=0.5), kernel.adamw_undo_):
         with pytest.raises(AssertionError, match="overlap"):
-            take_back(pools[0], a, b, c, d, a)
+            take_back(pools[0], StepTensors(a, b, c, d, a), hyper=HYPER)
         with pytest.raises(AssertionError, match="strides"):
-            take_back(pools[0], a, b, c, d, torch.zeros(16)[::2])
+            take_back(pools[0], StepTensors(a, b, c, d, torch.zeros(16)[::2]), hyper=HYPER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from heavylift.offload.adamw import AdamWHyper, adamw_step_
+from heavylift.offload.adamw import AdamWHyper, StepTensors, adamw_step_
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,8 +34,8 @@ def _tensors(numel: int, grad_dtype: torch.dtype, out_dtype: torch.dtype) -> lis
 
 
 @pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS.keys())
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("numel", [1, 1000, 4097, 1_000_003])
 def test_fused_step_equals_specification(
     numel: int, grad_dtype: torch.dtype, out_dtype: torch.dtype, hyper: AdamWHyper
@@ -46,16 +46,16 @@ def test_fused_step_equals_specification(
     plain_gpu = [t.cuda() for t in on_cpu]
     fused_gpu = [t.cuda() for t in on_cpu]
     for _ in range(2):
-        adamw_step_(*on_cpu, hyper)
-        adamw_step_(*plain_gpu, hyper)
-        FusedGpuKernel().step(*fused_gpu, hyper)
+        adamw_step_(StepTensors(*on_cpu), hyper)
+        adamw_step_(StepTensors(*plain_gpu), hyper)
+        FusedGpuKernel().step(StepTensors(*fused_gpu), hyper)
     names = ("master", "exp_avg", "exp_avg_sq", "grad", "param_out")
     for name, cpu, plain, fused in zip(names, on_cpu, plain_gpu, fused_gpu, strict=True):
         assert torch.equal(_bits(cpu), _bits(plain.cpu())), f"{name}: plain on the GPU differs from the CPU"
         assert torch.equal(_bits(cpu), _bits(fused.cpu())), f"{name}: fused differs"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("numel", [0, 1, 1023, 16384, 1_000_003])
 def test_sum_of_squares(numel: int, dtype: torch.dtype) -> None:
     from heavylift.offload.fused_gpu import FusedGpuKernel
@@ -74,4 +74,4 @@ def test_sum_of_squares(numel: int, dtype: torch.dtype) -> None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
+    return tensor.view(torch.int16 if tensor.dtype.itemsize == 2 else torch.int32)

@@ -20,6 +20,9 @@ from torch import Tensor
 _CHUNK_CPU = 2**22
 _CHUNK_DEVICE = 2**26
 
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Dtypes of gradients and parameters beside float32."""
+
 
 @dataclass(frozen=True)
 class AdamWHyper:
@@ -74,44 +77,63 @@ def _float32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
 
 
-def check_step_tensors(
-    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, param_out: Tensor | None
-) -> None:
-    """Assert what `adamw_step_` asks of its tensors (shapes [n], dtypes, one device)."""
-    tensors = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
-    if param_out is not None:
-        tensors["param_out"] = param_out
-    for name, tensor in tensors.items():
-        low_precision = (torch.bfloat16,) if name in ("grad", "param_out") else ()
-        assert tensor.dtype in (torch.float32, *low_precision), f"{name} has dtype {tensor.dtype}"
-        assert tensor.ndim == 1 and tensor.numel() == master.numel(), (
-            f"{name} has shape {tuple(tensor.shape)}, master {tuple(master.shape)}"
-        )
-        assert tensor.device == master.device, f"{name} is on {tensor.device}, master on {master.device}"
+@dataclass(frozen=True)
+class StepTensors:
+    """What a step reads and writes: flat tensors of one length, on one device, none overlapping."""
+
+    master: Tensor
+    """float32 [n], updated; so are the moments."""
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    grad: Tensor
+    """float32, bfloat16 or float16 [n], read."""
+    param_out: Tensor | None
+    """float32, bfloat16 or float16 [n], receives the new master rounded to nearest even; None: nobody wants it."""
+
+    def named(self) -> dict[str, Tensor]:
+        """The tensors that are there, by name."""
+        states = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "grad": self.grad}
+        return states if self.param_out is None else {**states, "param_out": self.param_out}
+
+    def part(self, where: slice) -> StepTensors:
+        """Views of a range of elements."""
+        out = None if self.param_out is None else self.param_out[where]
+        return StepTensors(self.master[where], self.exp_avg[where], self.exp_avg_sq[where], self.grad[where], out)
+
+    def check(self) -> None:
+        """Assert shapes, dtypes and the common device."""
+        master = self.master
+        for name, tensor in self.named().items():
+            low_precision = LOW_PRECISION if name in ("grad", "param_out") else ()
+            assert tensor.dtype in (torch.float32, *low_precision), f"{name} has dtype {tensor.dtype}"
+            assert tensor.ndim == 1 and tensor.numel() == master.numel(), (
+                f"{name} has shape {tuple(tensor.shape)}, master {tuple(master.shape)}"
+            )
+            assert tensor.device == master.device, f"{name} is on {tensor.device}, master on {master.device}"
 
 
 @torch.no_grad()
-def adamw_step_(
-    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, param_out: Tensor | None, hyper: AdamWHyper
-) -> None:
+def adamw_step_(tensors: StepTensors, hyper: AdamWHyper) -> None:
     """Do one AdamW step in place (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2, in torch.optim's order).
 
-    master, exp_avg, exp_avg_sq: float32 [n], updated. grad: float32 or bfloat16 [n], read. param_out: float32 or
-    bfloat16 [n], receives the new master rounded to nearest even, or None. All on one device, none overlapping.
     With lr 0 the master keeps its bits (also -0.0, also under a non-finite gradient) and only the moments move.
     Raises AssertionError for tensors that do not fit.
     """
-    check_step_tensors(master, exp_avg, exp_avg_sq, grad, param_out)
+    tensors.check()
     scalars = hyper.scalars()
-    chunk = _CHUNK_CPU if master.device.type == "cpu" else _CHUNK_DEVICE
-    for start in range(0, master.numel(), chunk):
-        part = slice(start, start + chunk)
-        out = None if param_out is None else param_out[part]
-        _step_chunk_(master[part], exp_avg[part], exp_avg_sq[part], grad[part], out, scalars)
+    for part in chunks(tensors.master, _CHUNK_CPU, _CHUNK_DEVICE):
+        _step_chunk_(tensors.part(part), scalars)
 
 
-def _step_chunk_(p: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, s: AdamWScalars) -> None:
-    g = grad.float()
+def chunks(tensor: Tensor, chunk_cpu: int, chunk_device: int) -> list[slice]:
+    """Ranges of at most so many elements that make up a flat tensor, by the device it is on."""
+    chunk = chunk_cpu if tensor.device.type == "cpu" else chunk_device
+    return [slice(start, start + chunk) for start in range(0, tensor.numel(), chunk)]
+
+
+def _step_chunk_(tensors: StepTensors, s: AdamWScalars) -> None:
+    p, m, v = tensors.master, tensors.exp_avg, tensors.exp_avg_sq
+    g = tensors.grad.float()
     if s.grad_scale != 1.0:
         g = g * s.grad_scale
     m.add_((g - m).mul_(s.one_minus_beta1))
@@ -123,8 +145,8 @@ def _step_chunk_(p: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | No
         bias2_sqrt = torch.full((), s.bias2_sqrt, dtype=torch.float32, device=p.device)
         denom = _sqrt(v).div_(bias2_sqrt).add_(s.eps)
         p.add_((m * s.neg_step_size).div_(denom))
-    if out is not None:
-        out.copy_(p)
+    if tensors.param_out is not None:
+        tensors.param_out.copy_(p)
 
 
 def _sqrt(x: Tensor) -> Tensor:

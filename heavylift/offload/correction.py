@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from heavylift.offload.adamw import AdamWHyper, AdamWScalars, _sqrt, check_step_tensors
+from heavylift.offload.adamw import AdamWHyper, AdamWScalars, StepTensors, _sqrt, chunks
 
 # elements worked on at a time: bounds the temporaries, about 40 bytes an element
 _CHUNK_CPU = 2**21
@@ -66,19 +66,11 @@ def check_undo(hyper: AdamWHyper) -> None:
 
 
 @torch.no_grad()
-def adamw_correct_(
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    param_out: Tensor | None,
-    hyper: AdamWHyper,
-    coefficient: float,
-) -> None:
+def adamw_correct_(tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
     """Make of the step just done by `adamw_step_` with `hyper` the one with `coefficient` times the gradient, in place.
 
-    Tensors as in `adamw_step_`: the state after the step, the gradient of the step (unclipped), and where the new
-    rounded master goes. 0 < coefficient < 1. At step 1 the moments are taken to have been zeros.
+    `tensors`: the state after the step, the gradient of the step (unclipped), and where the new rounded master goes.
+    0 < coefficient < 1. At step 1 the moments are taken to have been zeros.
 
     How exact, against the clipped step done in the first place: at step 1 exp_avg and exp_avg_sq are bit-equal. Later
     they are off by a few roundings (2^-24) of the larger of the gradient's part and the old value, which is nothing for
@@ -86,34 +78,25 @@ def adamw_correct_(
     exp_avg_sq by at most 2^-23 / coefficient^2. An element with gradient 0 keeps its bits; with lr 0 the master does.
     Raises AssertionError for tensors that do not fit.
     """
-    check_step_tensors(master, exp_avg, exp_avg_sq, grad, param_out)
+    tensors.check()
     scalars, clipped = correction_scalars(hyper), clipped_scale(hyper, coefficient)
-    for part in _chunks(master):
-        out = None if param_out is None else param_out[part]
-        _correct_chunk_(master[part], exp_avg[part], exp_avg_sq[part], grad[part], out, scalars, clipped)
+    for part in chunks(tensors.master, _CHUNK_CPU, _CHUNK_DEVICE):
+        _correct_chunk_(tensors.part(part), scalars, clipped)
 
 
 @torch.no_grad()
-def adamw_undo_(
-    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, param_out: Tensor | None, hyper: AdamWHyper
-) -> None:
-    """Take the step just done by `adamw_step_` with `hyper` back, in place. Tensors as in `adamw_correct_`.
+def adamw_undo_(tensors: StepTensors, hyper: AdamWHyper) -> None:
+    """Take the step just done by `adamw_step_` with `hyper` back, in place. `tensors` as in `adamw_correct_`.
 
     At step 1 the moments become zeros, exactly. Else the old state returns but for a few roundings of the state after
     the step. With lr 0 the master keeps its bits. Not possible after step 1 for a beta of 0 (the old moment left no
     trace, though it would not have mattered either), nor for lr * weight_decay of 1: AssertionError.
     """
-    check_step_tensors(master, exp_avg, exp_avg_sq, grad, param_out)
+    tensors.check()
     check_undo(hyper)
     scalars = correction_scalars(hyper)
-    for part in _chunks(master):
-        out = None if param_out is None else param_out[part]
-        _undo_chunk_(master[part], exp_avg[part], exp_avg_sq[part], grad[part], out, scalars)
-
-
-def _chunks(tensor: Tensor) -> list[slice]:
-    chunk = _CHUNK_CPU if tensor.device.type == "cpu" else _CHUNK_DEVICE
-    return [slice(start, start + chunk) for start in range(0, tensor.numel(), chunk)]
+    for part in chunks(tensors.master, _CHUNK_CPU, _CHUNK_DEVICE):
+        _undo_chunk_(tensors.part(part), scalars)
 
 
 def _scaled(grad: Tensor, scale: float) -> Tensor:
@@ -147,11 +130,9 @@ def _decayed_second_moment(v: Tensor, g: Tensor, c: CorrectionScalars) -> Tensor
     return v - (g * c.step.one_minus_beta2).mul_(g)
 
 
-def _correct_chunk_(
-    p: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, c: CorrectionScalars, clipped: float
-) -> None:
-    s = c.step
-    g, g_clipped = _scaled(grad, s.grad_scale), _scaled(grad, clipped)
+def _correct_chunk_(tensors: StepTensors, c: CorrectionScalars, clipped: float) -> None:
+    s, p, m, v = c.step, tensors.master, tensors.exp_avg, tensors.exp_avg_sq
+    g, g_clipped = _scaled(tensors.grad, s.grad_scale), _scaled(tensors.grad, clipped)
     m_before = _first_moment_before(m, g, c)
     same = g == 0
     m_clipped = m_before + (g_clipped - m_before).mul_(s.one_minus_beta1)
@@ -163,18 +144,18 @@ def _correct_chunk_(
         p.copy_(torch.where(same, p, moved))
     m.copy_(m_clipped)
     v.copy_(v_clipped)
-    if out is not None:
-        out.copy_(p)
+    if tensors.param_out is not None:
+        tensors.param_out.copy_(p)
 
 
-def _undo_chunk_(p: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, c: CorrectionScalars) -> None:
-    s = c.step
-    g = _scaled(grad, s.grad_scale)
+def _undo_chunk_(tensors: StepTensors, c: CorrectionScalars) -> None:
+    s, p, m, v = c.step, tensors.master, tensors.exp_avg, tensors.exp_avg_sq
+    g = _scaled(tensors.grad, s.grad_scale)
     if s.update:
         p.sub_(_update(m, v, s)).div_(_divisor(s.decay, p))
     m_before = _first_moment_before(m, g, c)
     m.copy_(m_before)
     v_before = _decayed_second_moment(v, g, c)
     v.copy_(v_before if c.first_step else v_before.div_(_divisor(s.beta2, v)))
-    if out is not None:
-        out.copy_(p)
+    if tensors.param_out is not None:
+        tensors.param_out.copy_(p)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from heavylift.offload.adamw import AdamWHyper, check_step_tensors
+from heavylift.offload.adamw import AdamWHyper, StepTensors
 from heavylift.offload.kernels import PlainKernel
 
 _BLOCK = 4096
@@ -60,7 +60,7 @@ def _sum_squares_kernel(x_ptr, partial_ptr, numel, BLOCK: tl.constexpr, BLOCKS: 
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     for block in range(BLOCKS):
         offsets = start + block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + offsets, mask=offsets < numel, other=0.0).to(tl.float64)
+        x = tl.load(x_ptr + offsets, mask=offsets < numel, other=0.0).to(tl.float32).to(tl.float64)
         total += x * x
     tl.store(partial_ptr + tl.program_id(0), tl.sum(total, axis=0))
 
@@ -80,27 +80,20 @@ class FusedGpuKernel(PlainKernel):
         # one partial sum per program, added in a fixed order: the same bits every time
         return partial.sum()
 
-    def step(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        param_out: torch.Tensor,
-        hyper: AdamWHyper,
-    ) -> None:
+    def step(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """See `adamw_step_`; runs on the current stream."""
-        check_step_tensors(master, exp_avg, exp_avg_sq, grad, param_out)
+        tensors.check()
+        assert tensors.param_out is not None, "the device tier writes its parameters"
         s = hyper.scalars()
-        numel = master.numel()
+        numel = tensors.master.numel()
         if numel == 0:
             return
         _adamw_kernel[(triton.cdiv(numel, _BLOCK),)](
-            master,
-            exp_avg,
-            exp_avg_sq,
-            grad,
-            param_out,
+            tensors.master,
+            tensors.exp_avg,
+            tensors.exp_avg_sq,
+            tensors.grad,
+            tensors.param_out,
             numel,
             s.grad_scale,
             s.decay,

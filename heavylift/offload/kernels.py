@@ -11,49 +11,24 @@ from typing import Protocol
 import torch
 
 from heavylift.offload import native
-from heavylift.offload.adamw import AdamWHyper, adamw_step_
+from heavylift.offload.adamw import AdamWHyper, StepTensors, adamw_step_
 from heavylift.offload.correction import adamw_correct_, adamw_undo_
 
 
 class Kernel(Protocol):
-    """What the optimizer asks of a tier's arithmetic. All tensors are flat, equally long and on the same tier."""
+    """What the optimizer asks of a tier's arithmetic. All tensors lie on that tier."""
 
-    def step(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        param_out: torch.Tensor,
-        hyper: AdamWHyper,
-    ) -> None:
-        """One AdamW step in place; the rounded master goes to `param_out`. See `adamw_step_`."""
+    def step(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
+        """One AdamW step in place. See `adamw_step_`."""
 
-    def correct(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        param_out: torch.Tensor,
-        hyper: AdamWHyper,
-        coefficient: float,
-    ) -> None:
+    def correct(self, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """Makes of the step just done the one with `coefficient` (0 to 1) times the gradient. See `adamw_correct_`."""
 
-    def undo(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        param_out: torch.Tensor,
-        hyper: AdamWHyper,
-    ) -> None:
+    def undo(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """Takes the step just done back. See `adamw_undo_`."""
 
     def accumulate(self, total: torch.Tensor, grad: torch.Tensor) -> None:
-        """total (float32) += grad (float32 or bfloat16)."""
+        """total (float32) += grad (float32, bfloat16 or float16)."""
 
     def sum_squares(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum of squares as a float64 scalar on the tensor's device; not finite if an element is not."""
@@ -65,42 +40,17 @@ class Kernel(Protocol):
 class PlainKernel:
     """The specification itself, on any device."""
 
-    def step(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        param_out: torch.Tensor,
-        hyper: AdamWHyper,
-    ) -> None:
+    def step(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """See `adamw_step_`."""
-        adamw_step_(master, exp_avg, exp_avg_sq, grad, param_out, hyper)
+        adamw_step_(tensors, hyper)
 
-    def correct(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        param_out: torch.Tensor,
-        hyper: AdamWHyper,
-        coefficient: float,
-    ) -> None:
+    def correct(self, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """See `adamw_correct_`."""
-        adamw_correct_(master, exp_avg, exp_avg_sq, grad, param_out, hyper, coefficient)
+        adamw_correct_(tensors, hyper, coefficient)
 
-    def undo(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        param_out: torch.Tensor,
-        hyper: AdamWHyper,
-    ) -> None:
+    def undo(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """See `adamw_undo_`."""
-        adamw_undo_(master, exp_avg, exp_avg_sq, grad, param_out, hyper)
+        adamw_undo_(tensors, hyper)
 
     def accumulate(self, total: torch.Tensor, grad: torch.Tensor) -> None:
         """total += grad."""
@@ -121,42 +71,17 @@ class NativeKernel:
         self._library = library
         self._pool = library.pool(num_threads, cpu_ids)
 
-    def step(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        param_out: torch.Tensor,
-        hyper: AdamWHyper,
-    ) -> None:
+    def step(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """See `adamw_step_`."""
-        self._library.adamw_step_(self._pool, master, exp_avg, exp_avg_sq, grad, param_out, hyper)
+        self._library.adamw_step_(self._pool, tensors, hyper)
 
-    def correct(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        param_out: torch.Tensor,
-        hyper: AdamWHyper,
-        coefficient: float,
-    ) -> None:
+    def correct(self, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """See `adamw_correct_`."""
-        self._library.adamw_correct_(self._pool, master, exp_avg, exp_avg_sq, grad, param_out, hyper, coefficient)
+        self._library.adamw_correct_(self._pool, tensors, hyper, coefficient)
 
-    def undo(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        grad: torch.Tensor,
-        param_out: torch.Tensor,
-        hyper: AdamWHyper,
-    ) -> None:
+    def undo(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """See `adamw_undo_`."""
-        self._library.adamw_undo_(self._pool, master, exp_avg, exp_avg_sq, grad, param_out, hyper)
+        self._library.adamw_undo_(self._pool, tensors, hyper)
 
     def accumulate(self, total: torch.Tensor, grad: torch.Tensor) -> None:
         """total += grad."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from heavylift.config.schema import Tier
+from heavylift.offload.adamw import StepTensors
 from heavylift.offload.groups import Group, Segment
 from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
 
@@ -48,6 +49,10 @@ class Part:
         assert where is not None, f"{segment.name} does not reach into [{self.start}, {self.stop})"
         offset = self.start - segment.start
         return slice(where.start + offset, where.stop + offset)
+
+    def step_tensors(self, where: slice, grad: torch.Tensor, param_out: torch.Tensor) -> StepTensors:
+        """The states of a range of the part beside its gradient and where the new parameters go, flat and as long."""
+        return StepTensors(self.master[where], self.exp_avg[where], self.exp_avg_sq[where], grad, param_out)
 
     def read_master(self, segment: Segment) -> None:
         """Sets the master from the parameter: after loading weights, or whenever somebody else wrote them."""

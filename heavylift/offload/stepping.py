@@ -40,10 +40,10 @@ class SegmentStep:
 
 
 def scaled(steps: Sequence[SegmentStep], coefficient: float) -> list[SegmentStep]:
-    """The same steps with the clipping coefficient as gradient scale."""
+    """The same steps with the clipping coefficient in their gradient scale."""
     if coefficient == 1.0:
         return list(steps)
-    return [replace(s, hyper=replace(s.hyper, grad_scale=coefficient)) for s in steps]
+    return [replace(s, hyper=replace(s.hyper, grad_scale=s.hyper.grad_scale * coefficient)) for s in steps]
 
 
 class Streams:
@@ -106,8 +106,7 @@ class PartStepper:
                 whole = step.segment.grad()
                 assert whole is not None, f"{step.segment.name} has no gradient"
                 grad = whole[inside]
-            states = part.master[where], part.exp_avg[where], part.exp_avg_sq[where]
-            self.device.step(*states, grad, step.segment.shard()[inside], step.hyper)
+            self.device.step(part.step_tensors(where, grad, step.segment.shard()[inside]), step.hyper)
 
     def step_host_part(
         self,
@@ -127,14 +126,13 @@ class PartStepper:
             slot = self.ring.next_slot()
         with self.timeline.measure(Activity.ADAMW, name if operation is Operation.STEP else f"{name} ({operation})"):
             for run, hyper in runs(part, steps):
-                states = part.master[run], part.exp_avg[run], part.exp_avg_sq[run]
-                tensors = *states, grads_host[run], slot.param_host[run]
+                tensors = part.step_tensors(run, grads_host[run], slot.param_host[run])
                 if operation is Operation.STEP:
-                    self.host.step(*tensors, hyper)
+                    self.host.step(tensors, hyper)
                 elif operation is Operation.CORRECT:
-                    self.host.correct(*tensors, hyper, coefficient)
+                    self.host.correct(tensors, hyper, coefficient)
                 else:
-                    self.host.undo(*tensors, hyper)
+                    self.host.undo(tensors, hyper)
             if grads_host is part.accumulator:
                 # before the gate opens: the next backward adds to it
                 grads_host.zero_()

@@ -12,8 +12,8 @@ import itertools
 import logging
 import weakref
 from collections.abc import Sequence
-from ctypes import CDLL, POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
-from dataclasses import astuple
+from ctypes import CDLL, POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import astuple, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,12 +21,39 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from heavylift.offload.adamw import AdamWHyper, check_step_tensors
+from heavylift.offload.adamw import AdamWHyper, AdamWScalars, StepTensors
 from heavylift.offload.correction import check_undo, clipped_scale, correction_scalars
 
 LIBRARY_NAME = "_adamw.so"
 
 _log = logging.getLogger(__name__)
+
+
+class _CTensors(Structure):
+    """`StepTensors` of native/step.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("master", "exp_avg", "exp_avg_sq", "grad", "out")),
+        ("n", c_int64),
+        ("grad_type", c_int32),
+        ("out_type", c_int32),
+    ]
+
+
+class _CFactors(Structure):
+    """`StepFactors` of native/step.h: the fields of `AdamWScalars` in their order."""
+
+    _fields_ = [(field.name, c_int32 if field.name == "update" else c_float) for field in fields(AdamWScalars)]
+
+
+class _CCorrection(Structure):
+    """`CorrectionFactors` of native/step.h."""
+
+    _fields_ = [("inverse_beta1", c_float), ("clipped_scale", c_float), ("first_step", c_int32)]
+
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""`Type` of native/floats.h."""
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "hl_isa": (c_char_p, []),
@@ -35,18 +62,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "hl_pool_create": (c_void_p, [c_int, POINTER(c_int)]),
     "hl_pool_destroy": (None, [c_void_p]),
     "hl_pool_num_threads": (c_int, [c_void_p]),
-    "hl_adamw_step": (
-        None,
-        [c_void_p] * 5 + [c_int, c_void_p, c_int, c_int64] + [c_float] * 8 + [c_int],
-    ),
-    "hl_adamw_correct": (
-        None,
-        [c_void_p] * 5 + [c_int, c_void_p, c_int, c_int64] + [c_float] * 8 + [c_int] * 2 + [c_float] * 2,
-    ),
-    "hl_adamw_undo": (
-        None,
-        [c_void_p] * 5 + [c_int, c_void_p, c_int, c_int64] + [c_float] * 8 + [c_int] * 2 + [c_float],
-    ),
+    "hl_step": (None, [c_void_p, POINTER(_CTensors), POINTER(_CFactors)]),
+    "hl_correct": (None, [c_void_p, POINTER(_CTensors), POINTER(_CFactors), POINTER(_CCorrection)]),
+    "hl_undo": (None, [c_void_p, POINTER(_CTensors), POINTER(_CFactors), POINTER(_CCorrection)]),
     "hl_accumulate": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int64]),
     "hl_sum_squares": (c_double, [c_void_p, c_void_p, c_int, c_int64]),
     "hl_bandwidth_probe": (None, [c_void_p] * 6 + [c_int64]),
@@ -127,80 +145,41 @@ class NativeKernel:
         """Start threads, thread t pinned to `cpu_ids[t]` (None: not pinned). Raises OSError if that is impossible."""
         return ThreadPool(self._library, num_threads, cpu_ids)
 
-    def adamw_step_(
-        self,
-        pool: ThreadPool,
-        master: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        grad: Tensor,
-        param_out: Tensor | None,
-        hyper: AdamWHyper,
-    ) -> None:
+    def adamw_step_(self, pool: ThreadPool, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """`heavylift.offload.adamw.adamw_step_` bit for bit, for contiguous CPU tensors, on the threads of `pool`.
 
         Only the payload of a NaN may differ. Raises AssertionError for tensors that do not fit or overlap.
         """
-        self._library.hl_adamw_step(
-            *_step_arguments(pool, master, exp_avg, exp_avg_sq, grad, param_out), *astuple(hyper.scalars())
-        )
+        self._library.hl_step(pool.handle, _c_tensors(tensors), _CFactors(*astuple(hyper.scalars())))
 
-    def adamw_correct_(
-        self,
-        pool: ThreadPool,
-        master: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        grad: Tensor,
-        param_out: Tensor | None,
-        hyper: AdamWHyper,
-        coefficient: float,
-    ) -> None:
+    def adamw_correct_(self, pool: ThreadPool, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """`heavylift.offload.correction.adamw_correct_` bit for bit; tensors and errors as in `adamw_step_`."""
-        factors = correction_scalars(hyper)
-        self._library.hl_adamw_correct(
-            *_step_arguments(pool, master, exp_avg, exp_avg_sq, grad, param_out),
-            *astuple(factors.step),
-            factors.first_step,
-            factors.inverse_beta1,
-            clipped_scale(hyper, coefficient),
-        )
+        more = correction_scalars(hyper)
+        correction = _CCorrection(more.inverse_beta1, clipped_scale(hyper, coefficient), more.first_step)
+        self._library.hl_correct(pool.handle, _c_tensors(tensors), _CFactors(*astuple(more.step)), correction)
 
-    def adamw_undo_(
-        self,
-        pool: ThreadPool,
-        master: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        grad: Tensor,
-        param_out: Tensor | None,
-        hyper: AdamWHyper,
-    ) -> None:
+    def adamw_undo_(self, pool: ThreadPool, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """`heavylift.offload.correction.adamw_undo_` bit for bit; tensors and errors as in `adamw_step_`."""
         check_undo(hyper)
-        factors = correction_scalars(hyper)
-        self._library.hl_adamw_undo(
-            *_step_arguments(pool, master, exp_avg, exp_avg_sq, grad, param_out),
-            *astuple(factors.step),
-            factors.first_step,
-            factors.inverse_beta1,
-        )
+        more = correction_scalars(hyper)
+        correction = _CCorrection(more.inverse_beta1, 0.0, more.first_step)
+        self._library.hl_undo(pool.handle, _c_tensors(tensors), _CFactors(*astuple(more.step)), correction)
 
     def accumulate_(self, pool: ThreadPool, acc: Tensor, grad: Tensor) -> None:
-        """acc += grad in float32. acc: float32 [n], grad: float32 or bfloat16 [n], contiguous CPU tensors."""
+        """acc += grad in float32. acc: float32 [n], grad: float32, bfloat16 or float16 [n], contiguous CPU tensors."""
         _check_host(acc, grad)
         _check_disjoint(acc, grad)
         assert acc.dtype == torch.float32, f"acc has dtype {acc.dtype}"
         assert acc.numel() == grad.numel(), f"acc has {acc.numel()} elements, grad {grad.numel()}"
-        self._library.hl_accumulate(pool.handle, acc.data_ptr(), grad.data_ptr(), _is_bf16(grad), acc.numel())
+        self._library.hl_accumulate(pool.handle, acc.data_ptr(), grad.data_ptr(), _type_of(grad), acc.numel())
 
     def sum_squares(self, pool: ThreadPool, x: Tensor) -> float:
         """Sum of x * x in double precision, the same bits whatever the threads; inf or nan if x has any.
 
-        x: float32 or bfloat16, contiguous CPU tensor. A finite float32 squares without overflow in double.
+        x: float32, bfloat16 or float16, contiguous CPU tensor. A finite float32 squares without overflow in double.
         """
         _check_host(x)
-        return self._library.hl_sum_squares(pool.handle, x.data_ptr(), _is_bf16(x), x.numel())
+        return self._library.hl_sum_squares(pool.handle, x.data_ptr(), _type_of(x), x.numel())
 
     def bandwidth_probe(self, pool: ThreadPool, a: Tensor, b: Tensor, c: Tensor, source: Tensor, out: Tensor) -> None:
         """Move the bytes of a step and compute next to nothing: a += source; b += source; c += source; out = source.
@@ -209,36 +188,33 @@ class NativeKernel:
         """
         _check_host(a, b, c, source, out)
         _check_disjoint(a, b, c, source, out)
-        assert (a.dtype, b.dtype, c.dtype) == (torch.float32,) * 3 and _is_bf16(source) and _is_bf16(out)
+        assert (a.dtype, b.dtype, c.dtype) == (torch.float32,) * 3
+        assert source.dtype == out.dtype == torch.bfloat16
         assert {b.numel(), c.numel(), source.numel(), out.numel()} == {a.numel()}, "the probe's tensors differ in size"
         pointers = [tensor.data_ptr() for tensor in (a, b, c, source, out)]
         self._library.hl_bandwidth_probe(pool.handle, *pointers, a.numel())
 
 
-def _step_arguments(
-    pool: ThreadPool, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, param_out: Tensor | None
-) -> list[int | bool | None]:
-    """The arguments that all functions on a step's tensors begin with."""
-    check_step_tensors(master, exp_avg, exp_avg_sq, grad, param_out)
-    tensors = [master, exp_avg, exp_avg_sq, grad] + ([] if param_out is None else [param_out])
-    _check_host(*tensors)
-    _check_disjoint(*tensors)
-    return [
-        pool.handle,
-        master.data_ptr(),
-        exp_avg.data_ptr(),
-        exp_avg_sq.data_ptr(),
-        grad.data_ptr(),
-        grad.dtype == torch.bfloat16,
-        None if param_out is None else param_out.data_ptr(),
-        param_out is not None and param_out.dtype == torch.bfloat16,
-        master.numel(),
-    ]
+def _c_tensors(tensors: StepTensors) -> _CTensors:
+    tensors.check()
+    _check_host(*tensors.named().values())
+    _check_disjoint(*tensors.named().values())
+    out = tensors.param_out
+    return _CTensors(
+        master=tensors.master.data_ptr(),
+        exp_avg=tensors.exp_avg.data_ptr(),
+        exp_avg_sq=tensors.exp_avg_sq.data_ptr(),
+        grad=tensors.grad.data_ptr(),
+        out=None if out is None else out.data_ptr(),
+        n=tensors.master.numel(),
+        grad_type=_type_of(tensors.grad),
+        out_type=_TYPES[torch.float32] if out is None else _type_of(out),
+    )
 
 
-def _is_bf16(tensor: Tensor) -> bool:
-    assert tensor.dtype in (torch.float32, torch.bfloat16), f"expected float32 or bfloat16, got {tensor.dtype}"
-    return tensor.dtype == torch.bfloat16
+def _type_of(tensor: Tensor) -> int:
+    assert tensor.dtype in _TYPES, f"expected float32, bfloat16 or float16, got {tensor.dtype}"
+    return _TYPES[tensor.dtype]
 
 
 def _check_host(*tensors: Tensor) -> None:

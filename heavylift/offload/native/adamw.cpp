@@ -14,6 +14,7 @@
 
 #include "correction.h"
 #include "floats.h"
+#include "step.h"
 #include "thread_pool.h"
 
 #if defined(__aarch64__)
@@ -27,62 +28,42 @@ namespace {
 // ---- loop bodies ----------------------------------------------------------------------------------------------
 
 struct AdamWJob {
-  float *master, *exp_avg, *exp_avg_sq;
-  const void *grad;
-  void *out;
-  bool grad_is_bf16, out_is_bf16, update;
-  float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, bias2_sqrt, eps, neg_step_size;
+  StepTensors tensors;
+  StepFactors step;
 };
 
 // Streaming stores for `out` were tried and left out: 1 to 5% faster on a 16-core Xeon, 9% slower on one Zen 4 core.
 // Factors of 1 need no branch: x * 1.0f is x. `Update` false (lr 0) leaves the master alone, also -0.0.
-template <class Grad, class Out, bool Update>
-HL_INLINE void adamw_body(const AdamWJob &job, int64_t begin, int64_t end) {
-  float *__restrict master = job.master;
-  float *__restrict exp_avg = job.exp_avg;
-  float *__restrict exp_avg_sq = job.exp_avg_sq;
-  const Grad *__restrict grad = static_cast<const Grad *>(job.grad);
-  Out *__restrict out = static_cast<Out *>(job.out);
-  const float grad_scale = job.grad_scale, decay = job.decay, one_minus_beta1 = job.one_minus_beta1, beta2 = job.beta2,
-              one_minus_beta2 = job.one_minus_beta2, bias2_sqrt = job.bias2_sqrt, eps = job.eps,
-              neg_step_size = job.neg_step_size;
-  for (int64_t i = begin; i < end; ++i) {
-    const float g = to_float(grad[i]) * grad_scale;
-    const float m = exp_avg[i] + one_minus_beta1 * (g - exp_avg[i]);
-    const float v = exp_avg_sq[i] * beta2 + (one_minus_beta2 * g) * g;
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
-    float p = master[i];
-    if (Update) {
-      const float denom = std::sqrt(v) / bias2_sqrt + eps;
-      p = p * decay + (neg_step_size * m) / denom;
-      master[i] = p;
+struct AdamW {
+  template <class Grad, class Out, bool Update>
+  static inline __attribute__((always_inline)) void body(const AdamWJob &job, int64_t begin, int64_t end) {
+    const StepFactors step = job.step;  // a copy: stores to the tensors cannot change it
+    float *__restrict master = job.tensors.master;
+    float *__restrict exp_avg = job.tensors.exp_avg;
+    float *__restrict exp_avg_sq = job.tensors.exp_avg_sq;
+    const Grad *__restrict grad = static_cast<const Grad *>(job.tensors.grad);
+    Out *__restrict out = static_cast<Out *>(job.tensors.out);
+    for (int64_t i = begin; i < end; ++i) {
+      const float g = to_float(grad[i]) * step.grad_scale;
+      const float m = exp_avg[i] + step.one_minus_beta1 * (g - exp_avg[i]);
+      const float v = exp_avg_sq[i] * step.beta2 + (step.one_minus_beta2 * g) * g;
+      exp_avg[i] = m;
+      exp_avg_sq[i] = v;
+      float p = master[i];
+      if (Update) {
+        const float denom = std::sqrt(v) / step.bias2_sqrt + step.eps;
+        p = p * step.decay + (step.neg_step_size * m) / denom;
+        master[i] = p;
+      }
+      store(out + i, p);
     }
-    store(out + i, p);
   }
-}
-
-template <class Grad, bool Update>
-HL_INLINE void adamw_by_out(const AdamWJob &job, int64_t begin, int64_t end) {
-  if (job.out == nullptr)
-    adamw_body<Grad, nothing, Update>(job, begin, end);
-  else if (job.out_is_bf16)
-    adamw_body<Grad, bf16, Update>(job, begin, end);
-  else
-    adamw_body<Grad, float, Update>(job, begin, end);
-}
-
-HL_INLINE void adamw_any(const AdamWJob &job, int64_t begin, int64_t end) {
-  if (job.grad_is_bf16)
-    job.update ? adamw_by_out<bf16, true>(job, begin, end) : adamw_by_out<bf16, false>(job, begin, end);
-  else
-    job.update ? adamw_by_out<float, true>(job, begin, end) : adamw_by_out<float, false>(job, begin, end);
-}
+};
 
 struct AccumulateJob {
   float *acc;
   const void *grad;
-  bool is_bf16;
+  int32_t type;
 };
 
 template <class Grad>
@@ -93,12 +74,17 @@ HL_INLINE void accumulate_body(const AccumulateJob &job, int64_t begin, int64_t 
 }
 
 HL_INLINE void accumulate_any(const AccumulateJob &job, int64_t begin, int64_t end) {
-  job.is_bf16 ? accumulate_body<bf16>(job, begin, end) : accumulate_body<float>(job, begin, end);
+  if (job.type == kBFloat16)
+    accumulate_body<bf16>(job, begin, end);
+  else if (job.type == kFloat16)
+    accumulate_body<f16>(job, begin, end);
+  else
+    accumulate_body<float>(job, begin, end);
 }
 
 struct SumSquaresJob {
   const void *x;
-  bool is_bf16;
+  int32_t type;
 };
 
 // 16 partial sums, whatever the width of a vector register: the order of additions is part of the result.
@@ -123,7 +109,9 @@ HL_INLINE double sum_squares_body(const SumSquaresJob &job, int64_t begin, int64
 }
 
 HL_INLINE double sum_squares_any(const SumSquaresJob &job, int64_t begin, int64_t end) {
-  return job.is_bf16 ? sum_squares_body<bf16>(job, begin, end) : sum_squares_body<float>(job, begin, end);
+  if (job.type == kBFloat16) return sum_squares_body<bf16>(job, begin, end);
+  if (job.type == kFloat16) return sum_squares_body<f16>(job, begin, end);
+  return sum_squares_body<float>(job, begin, end);
 }
 
 // The memory traffic of a step with bf16 gradient and output, with next to no arithmetic: what a step is held against.
@@ -163,9 +151,9 @@ struct Kernels {
 };
 
 #define HL_KERNELS(isa, attributes)                                                                              \
-  attributes void adamw_##isa(const AdamWJob &j, int64_t b, int64_t e) { adamw_any(j, b, e); }                   \
-  attributes void correct_##isa(const CorrectionJob &j, int64_t b, int64_t e) { correct_any(j, b, e); }          \
-  attributes void undo_##isa(const CorrectionJob &j, int64_t b, int64_t e) { undo_any(j, b, e); }                \
+  attributes void adamw_##isa(const AdamWJob &j, int64_t b, int64_t e) { body_by_types<AdamW>(j, b, e); }        \
+  attributes void correct_##isa(const CorrectionJob &j, int64_t b, int64_t e) { body_by_types<Correct>(j, b, e); } \
+  attributes void undo_##isa(const CorrectionJob &j, int64_t b, int64_t e) { body_by_types<Undo>(j, b, e); }       \
   attributes void accumulate_##isa(const AccumulateJob &j, int64_t b, int64_t e) { accumulate_any(j, b, e); }    \
   attributes double sum_squares_##isa(const SumSquaresJob &j, int64_t b, int64_t e) {                            \
     return sum_squares_any(j, b, e);                                                                             \
@@ -277,55 +265,32 @@ HL_API void hl_pool_destroy(void *pool) { destroy_pool(static_cast<Pool *>(pool)
 
 HL_API int hl_pool_num_threads(void *pool) { return static_cast<Pool *>(pool)->num_threads; }
 
-// One AdamW step; the factors are those of AdamWHyper.scalars(). `out` may be null.
-HL_API void hl_adamw_step(void *pool, float *master, float *exp_avg, float *exp_avg_sq, const void *grad,
-                          int grad_is_bf16, void *out, int out_is_bf16, int64_t n, float grad_scale, float decay,
-                          float one_minus_beta1, float beta2, float one_minus_beta2, float bias2_sqrt, float eps,
-                          float neg_step_size, int update) {
-  const AdamWJob job = {master,     exp_avg, exp_avg_sq,      grad,  out,
-                        grad_is_bf16 != 0,   out_is_bf16 != 0, update != 0,
-                        grad_scale, decay,   one_minus_beta1, beta2, one_minus_beta2,
-                        bias2_sqrt, eps,     neg_step_size};
-  run_ranged(pool, job, current().adamw, n);
+// One AdamW step.
+HL_API void hl_step(void *pool, const StepTensors *tensors, const StepFactors *step) {
+  run_ranged(pool, AdamWJob{*tensors, *step}, current().adamw, tensors->n);
 }
 
-// Makes of a step that was done the step with the gradient times `clipped_scale` (instead of `grad_scale`).
-// Scalars as in hl_adamw_step; inverse_beta1 is 0 for beta1 0. The state before step 1 is zeros (`first_step`).
-HL_API void hl_adamw_correct(void *pool, float *master, float *exp_avg, float *exp_avg_sq, const void *grad,
-                             int grad_is_bf16, void *out, int out_is_bf16, int64_t n, float grad_scale, float decay,
-                             float one_minus_beta1, float beta2, float one_minus_beta2, float bias2_sqrt, float eps,
-                             float neg_step_size, int update, int first_step, float inverse_beta1,
-                             float clipped_scale) {
-  const CorrectionJob job = {
-      master,     exp_avg,       exp_avg_sq,      grad,          out,   grad_is_bf16 != 0, out_is_bf16 != 0,
-      update != 0, first_step != 0, grad_scale,   clipped_scale, decay, one_minus_beta1,   inverse_beta1,
-      beta2,      one_minus_beta2, bias2_sqrt,    eps,           neg_step_size};
-  run_ranged(pool, job, current().correct, n);
+// Turns the step just done into one with the gradient scaled by `clipped_scale` instead of `grad_scale`.
+HL_API void hl_correct(void *pool, const StepTensors *tensors, const StepFactors *step, const CorrectionFactors *more) {
+  run_ranged(pool, CorrectionJob{*tensors, *step, *more}, current().correct, tensors->n);
 }
 
-// Takes a step that was done back. Arguments as in hl_adamw_correct; decay and (after step 1) beta2 are not 0.
-HL_API void hl_adamw_undo(void *pool, float *master, float *exp_avg, float *exp_avg_sq, const void *grad,
-                          int grad_is_bf16, void *out, int out_is_bf16, int64_t n, float grad_scale, float decay,
-                          float one_minus_beta1, float beta2, float one_minus_beta2, float bias2_sqrt, float eps,
-                          float neg_step_size, int update, int first_step, float inverse_beta1) {
-  const CorrectionJob job = {
-      master,     exp_avg,       exp_avg_sq,      grad,          out,   grad_is_bf16 != 0, out_is_bf16 != 0,
-      update != 0, first_step != 0, grad_scale,   0,             decay, one_minus_beta1,   inverse_beta1,
-      beta2,      one_minus_beta2, bias2_sqrt,    eps,           neg_step_size};
-  run_ranged(pool, job, current().undo, n);
+// Takes the step just done back.
+HL_API void hl_undo(void *pool, const StepTensors *tensors, const StepFactors *step, const CorrectionFactors *more) {
+  run_ranged(pool, CorrectionJob{*tensors, *step, *more}, current().undo, tensors->n);
 }
 
 // acc += float(grad)
-HL_API void hl_accumulate(void *pool, float *acc, const void *grad, int grad_is_bf16, int64_t n) {
-  run_ranged(pool, AccumulateJob{acc, grad, grad_is_bf16 != 0}, current().accumulate, n);
+HL_API void hl_accumulate(void *pool, float *acc, const void *grad, int grad_type, int64_t n) {
+  run_ranged(pool, AccumulateJob{acc, grad, grad_type}, current().accumulate, n);
 }
 
 // Sum of squares in double. The same bits for every number of threads and every instruction set.
-HL_API double hl_sum_squares(void *pool, const void *x, int is_bf16, int64_t n) {
+HL_API double hl_sum_squares(void *pool, const void *x, int type, int64_t n) {
   double partials[kMaxPartials];
   int64_t chunk_size = chunks_of(n, kMaxPartials);
   chunk_size = chunk_size < kChunk ? kChunk : (chunk_size + 15) / 16 * 16;
-  const SumChunks sum{{x, is_bf16 != 0}, current().sum_squares, n, chunk_size, partials};
+  const SumChunks sum{{x, type}, current().sum_squares, n, chunk_size, partials};
   const int64_t num_chunks = chunks_of(n, chunk_size);
   run(static_cast<Pool *>(pool), SumChunks::run_chunk, &sum, num_chunks);
   double total = 0;
