@@ -140,7 +140,7 @@ def readers_job(folder: Path, changed: Setup, root: Path) -> dict[str, Any]:
             slow_down(engine.optimizer, SLOW_S)
             take_step(engine, STEPS[0])
             overlap = engine.optimizer._overlap
-            pending = overlap is not None and overlap.worker._pending
+            pending = overlap is not None and overlap.worker.num_pending
             if reader == "state_dict":
                 state = engine.optimizer.state_dict()["state"]
                 result = {f"{i}.{n}": local_tensor(t).clone() for i, entry in state.items() for n, t in entry.items()}
@@ -288,36 +288,3 @@ def test_memory_is_flat_over_200_steps(changed: Setup, odd_llama: Path) -> None:
     (resident,) = run_on_fresh_ranks(1, long_run_job, odd_llama, changed)
     # anything kept of every step: gradients of 4 k parameters alone would be 16 kB a step, 1.6 MB over the second half
     assert resident[-1] - resident[9] < 1_000_000, resident
-
-
-# ---- the worker's order -------------------------------------------------------------------------------------------
-
-
-def test_the_worker_turns_to_forward_order_and_keeps_each_groups_own() -> None:
-    from heavylift.offload.overlap import Worker
-    from heavylift.offload.timeline import Timeline
-
-    worker = Worker(torch.device("cpu"), Timeline())
-    gates = [Gate() for _ in range(4)]
-    begun, go_on, done = threading.Event(), threading.Event(), []
-
-    def task(place: int, name: str) -> None:
-        def run() -> None:
-            if name == "first":
-                begun.set()
-                assert go_on.wait(10)
-            done.append((place, name))
-            gates[place].open(None)
-
-        worker.submit(place, gates[place], run)
-
-    task(3, "first")
-    assert begun.wait(10)
-    for place in (2, 1, 0):  # as backward brings them
-        task(place, "step")
-    task(1, "correct")
-    worker.turn_to_forward_order()
-    go_on.set()
-    worker.drain()
-    worker.close()
-    assert done == [(3, "first"), (0, "step"), (1, "step"), (1, "correct"), (2, "step")]

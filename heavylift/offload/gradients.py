@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.hooks import RemovableHandle
 
 from heavylift.config.schema import Tier
 from heavylift.offload.groups import Group, Segment, local_tensor
+from heavylift.offload.hooks import listen_to_gradients
 from heavylift.offload.states import Part
 from heavylift.offload.stepping import PartStepper
 from heavylift.offload.timeline import Activity
@@ -36,16 +36,14 @@ class GradientAccumulation:
         self._stepper = stepper
         self._reduced: tuple[Group, torch.Tensor] | None = None
         self._parts = dict(zip(groups, parts, strict=True))
-        self._hooks: list[RemovableHandle] = []
+        self._groups = tuple(groups)
         self._closed = False
         self.with_grad: set[Segment] = set()
         """Segments that got a gradient since the last step."""
         for group in groups:
             if isinstance(group.module, FSDPModule) and group.dtype != torch.float32:
                 group.module.set_all_reduce_hook(partial(self._on_reduced, group))
-            for segment in group.segments:
-                hook = partial(self._on_grad, group, segment)
-                self._hooks.append(segment.param.register_post_accumulate_grad_hook(hook))
+        self._hooks = listen_to_gradients(self._groups, self)
 
     def _on_reduced(self, group: Group, flat: torch.Tensor) -> None:
         """FSDP2 hands over the group's flat float32 gradient, before it rounds it."""
@@ -58,8 +56,11 @@ class GradientAccumulation:
         self._reduced = (group, flat)
 
     @torch.no_grad()
-    def _on_grad(self, group: Group, segment: Segment, param: torch.Tensor) -> None:
+    def on_grad(self, group_index: int, segment_index: int) -> None:
         """Runs for each parameter, in the stream that reduced it, right after `_on_reduced`."""
+        group = self._groups[group_index]
+        segment = group.segments[segment_index]
+        param = segment.param
         assert param.grad is not None
         grad = local_tensor(param.grad)
         if self._reduced is not None and self._reduced[0] is group:
@@ -102,6 +103,7 @@ class GradientAccumulation:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._groups = ()
         self._parts.clear()  # FSDP2 has no way to take back the hook that leads here
         self._reduced = None
         self._closed = True

@@ -17,7 +17,6 @@ The main thread never waits for the worker here: it waits at the gates, in the n
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,104 +26,16 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from heavylift.config.schema import Tier
-from heavylift.offload.gates import Gate
 from heavylift.offload.groups import Group, Segment
+from heavylift.offload.hooks import listen_to_gradients
 from heavylift.offload.states import Part
 from heavylift.offload.stepping import Operation, PartStepper, SegmentStep, on_stream, record, scaled
 from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
-from heavylift.offload.timeline import Activity, Timeline
+from heavylift.offload.timeline import Activity
+from heavylift.offload.worker import Worker
 
 MIN_COEFFICIENT = 2.0**-7
 """A group whose own norm already asks for a smaller clipping coefficient than this is not stepped speculatively."""
-
-
-@dataclass(frozen=True)
-class _Task:
-    """Work on one group."""
-
-    place: int
-    """The group's place in the forward order."""
-    gate: Gate
-    run: Callable[[], None]
-
-
-class Worker:
-    """One thread that runs tasks in the order in which they came, or in forward order when told so.
-
-    The CPU kernel inside them releases the GIL.
-    """
-
-    def __init__(self, device: torch.device, timeline: Timeline) -> None:
-        self._device = device
-        self._timeline = timeline
-        self._changed = threading.Condition()
-        self._waiting: list[_Task] = []
-        self._pending = 0
-        """Tasks waiting or at work."""
-        self._closed = False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="heavylift-step", daemon=True)
-        self._thread.start()
-        self.thread_id = self._thread.native_id
-        """The operating system's id of the thread."""
-
-    def _run(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        torch.set_grad_enabled(False)  # grad mode is per thread
-        while (task := self._next()) is not None:
-            try:
-                if self._error is None:
-                    task.run()
-            except BaseException as error:  # told to the main thread, which ends the run
-                self._error = error
-            if self._error is not None:
-                # also for the tasks after the one that failed: a reader would wait for them for ever
-                task.gate.open(None, self._error)
-            with self._changed:
-                self._pending -= 1
-                self._changed.notify_all()
-
-    def _next(self) -> _Task | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            return self._waiting.pop(0) if self._waiting else None
-
-    def submit(self, place: int, gate: Gate, run: Callable[[], None]) -> None:
-        """Closes `gate` and runs `run`, whose last act is to open it, after the tasks before it.
-
-        `place`: of the group in the forward order. When a task fails, its gate and those of all later tasks are
-        opened with its error.
-        """
-        gate.close()
-        with self._changed:
-            self._pending += 1
-            self._waiting.append(_Task(place, gate, run))
-            self._changed.notify_all()
-
-    def turn_to_forward_order(self) -> None:
-        """Backward is over: what is left is done in the order in which the next forward wants it.
-
-        Tasks came in backward order, so the first group of the forward would be the last to be done, and the forward
-        would stand still for all that is left. Tasks of one group keep their order.
-        """
-        with self._changed:
-            self._waiting.sort(key=lambda task: task.place)
-
-    def drain(self) -> None:
-        """Waits until nothing is left to do. Raises what a task raised."""
-        if self._pending:
-            with self._timeline.measure(Activity.DRAIN), self._changed:
-                self._changed.wait_for(lambda: self._pending == 0)
-        if self._error is not None:
-            raise RuntimeError("the optimizer step on the host failed") from self._error
-
-    def close(self) -> None:
-        """Ends the thread after its tasks."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
 
 
 @dataclass
@@ -186,10 +97,7 @@ class OverlappedSteps:
         if not keeps_gradients:
             return
         self._allocate_kept(device, usage)
-        for index, group in enumerate(self._groups):
-            for segment in group.segments:
-                hook = partial(self._on_grad, index, group, segment)
-                self._hooks.append(segment.param.register_post_accumulate_grad_hook(hook))
+        self._hooks += listen_to_gradients(self._groups, self)
 
     def _allocate_kept(self, device: torch.device, usage: TierUsage) -> None:
         host_parts = [part for part in self._host_part.values() if part is not None]
@@ -203,8 +111,10 @@ class OverlappedSteps:
     # ---- in backward ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _on_grad(self, index: int, group: Group, segment: Segment, _: torch.Tensor) -> None:
+    def on_grad(self, group_index: int, segment_index: int) -> None:
         """Runs in the stream that reduced the gradient. A group is ready when its last parameter has one."""
+        group = self._groups[group_index]
+        segment = group.segments[segment_index]
         self._begin_once()
         state = self._state[group]
         if segment in state.arrived:
@@ -214,7 +124,7 @@ class OverlappedSteps:
             )
         state.arrived.append(segment)
         if len(state.arrived) == len(group.segments):
-            self._group_ready(index, group)
+            self._group_ready(group_index, group)
 
     def _begin_once(self) -> None:
         """At the first gradient of a step, or in step() where there is none."""

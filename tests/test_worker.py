@@ -1,0 +1,129 @@
+"""The thread that steps the host tier: its order, its errors, and that it ends when nobody owns it any more."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from ranks.models import VOCAB, save_odd_llama
+from ranks.plain import make_steps
+from ranks.pool import run_on_ranks
+from ranks.sharded import Setup, build, take_step
+
+from heavylift.offload.gates import Gate
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.timeline import Timeline
+from heavylift.offload.worker import Worker
+
+STEPS = make_steps(2, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def odd_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_odd_llama(tmp_path_factory.mktemp("models") / "odd", tied=False)
+
+
+def test_the_worker_turns_to_forward_order_and_keeps_each_groups_own() -> None:
+    worker = Worker(torch.device("cpu"), Timeline())
+    gates = [Gate() for _ in range(4)]
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def task(place: int, name: str) -> None:
+        def run() -> None:
+            if name == "first":
+                begun.set()
+                assert go_on.wait(10)
+            done.append((place, name))
+            gates[place].open(None)
+
+        worker.submit(place, gates[place], run)
+
+    task(3, "first")
+    assert begun.wait(10)
+    for place in (2, 1, 0):  # as backward brings them
+        task(place, "step")
+    task(1, "correct")
+    worker.turn_to_forward_order()
+    go_on.set()
+    worker.drain()
+    worker.close()
+    assert done == [(3, "first"), (0, "step"), (1, "step"), (1, "correct"), (2, "step")]
+
+
+def test_a_failed_task_opens_all_gates_with_its_error() -> None:
+    worker = Worker(torch.device("cpu"), Timeline())
+    gates = [Gate(), Gate()]
+
+    def fail() -> None:
+        raise OSError("no more")
+
+    worker.submit(0, gates[0], fail)
+    worker.submit(1, gates[1], lambda: pytest.fail("ran after a failure"))
+    with pytest.raises(RuntimeError, match="step on the host failed"):
+        worker.drain()
+    for gate in gates:
+        with pytest.raises(RuntimeError, match="step of this group failed"):
+            gate.wait()
+    worker.close()
+
+
+def test_a_worker_that_nobody_owns_does_what_it_has_and_ends() -> None:
+    worker = Worker(torch.device("cpu"), Timeline())
+    thread = worker._thread
+    gate, begun, go_on, done = Gate(), threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        begun.set()
+        assert go_on.wait(10)
+        gate.open(None)
+
+    def second() -> None:
+        done.append(True)
+        gate.open(None)
+
+    worker.submit(0, gate, first)
+    worker.submit(0, gate, second)
+    assert begun.wait(10)
+    del worker
+    gc.collect()
+    go_on.set()
+    thread.join(10)
+    assert not thread.is_alive() and done == [True]
+
+
+def worker_threads() -> list[threading.Thread]:
+    """Threads of optimizers in this process."""
+    return [thread for thread in threading.enumerate() if thread.name == "heavylift-step"]
+
+
+def dropped_engine_job(folder: Path, setup: Setup) -> tuple[bool, int]:
+    """Steps and lets go of everything without close(): is the optimizer still there, are its threads?"""
+    gc.collect()
+    before = set(worker_threads())
+    engine = build(folder, setup)
+    for rows in STEPS:
+        take_step(engine, rows, setup.accumulation)
+    optimizer: weakref.ref[TieredAdamW] = weakref.ref(engine.optimizer)
+    (new,) = set(worker_threads()) - before
+    del engine
+    gc.collect()
+    new.join(10)  # it may have a step to end; one more collection lets go of what that held
+    gc.collect()
+    return optimizer() is not None, len(set(worker_threads()) - before)
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(schedule="deferred", clip=0.05),
+        Setup(schedule="speculative", clip=1e9),
+        Setup(schedule="auto", accumulation=2),
+    ],
+    ids=["deferred", "speculative", "accumulation"],
+)
+def test_an_optimizer_that_was_not_closed_leaves_no_thread_and_no_states(setup: Setup, odd_llama: Path) -> None:
+    assert run_on_ranks(2, dropped_engine_job, odd_llama, setup) == [(False, 0)] * 2
