@@ -109,6 +109,46 @@ def generate(
     _end(answer, debug)
 
 
+config_app = typer.Typer(
+    help="Read, explain and convert a DeepSpeed configuration.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(config_app, name="config")
+DsConfig = Annotated[str, typer.Argument(metavar="DS_CONFIG.json", help="Every key: docs/deepspeed_config.md.")]
+WorldSize = Annotated[
+    int | None, typer.Option("--world-size", min=1, help="Ranks of the run; default: what the batch keys ask for.")
+]
+
+
+@config_app.command()
+def explain(
+    config: DsConfig,
+    world_size: WorldSize = None,
+    model: Annotated[str | None, typer.Option(metavar="FOLDER", help="Show the memory plan of this model.")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest sample, for its activations.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Say what a ds_config.json means here, key by key: heavylift config explain ds_config.json"""
+    from heavylift.cli.config import run_explain
+
+    _end(lambda: run_explain(config, world_size, model, seq), debug)
+
+
+@config_app.command("convert")
+def convert_config(
+    config: DsConfig,
+    model: Annotated[str, typer.Option(metavar="FOLDER", help="model.model_name_or_path of the recipe.")],
+    dataset: Annotated[str, typer.Option(metavar="FILE", help="data.dataset of the recipe.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The recipe; default: the screen.")] = None,
+    output_dir: Annotated[str | None, typer.Option(help="train.output_dir; default: runs/NAME.")] = None,
+    world_size: WorldSize = None,
+    debug: Debug = False,
+) -> None:
+    """Write the recipe of a ds_config.json: heavylift config convert ds.json --model M --dataset D -o recipe.yaml"""
+    from heavylift.cli.config import run_convert
+
+    _end(lambda: run_convert(config, model, dataset, output, world_size, output_dir), debug)
+
+
 def _end(command: Callable[[], int], debug: bool) -> None:
     """Runs a command and leaves the process with its exit code."""
     try:

@@ -13,6 +13,7 @@ import yaml
 
 from heavylift.config.deepspeed.reading import Reading
 from heavylift.config.deepspeed.settings import Precision, Settings
+from heavylift.config.deepspeed.training import DECAY_MAX_LR
 from heavylift.config.schema import Tier
 
 
@@ -131,8 +132,8 @@ def _scheduler(settings: Settings, reading: Reading, draft: _Draft) -> None:
         draft.put("train", warmup_steps=1000)  # DeepSpeed's default
     if params.get("total_num_steps") is not None:
         draft.put("train", max_steps=params["total_num_steps"])
-    high = params.get("warmup_max_lr")
-    if high is not None:
+    high = params.get("warmup_max_lr", DECAY_MAX_LR if scheduler.name == "WarmupDecayLR" else None)
+    if high is not None and "scheduler.params.warmup_max_lr" not in reading.open_autos:
         draft.put("train", learning_rate=high)
     if params.get("cos_min_ratio") is not None:
         draft.put("train", min_lr_ratio=min(params["cos_min_ratio"], 1.0))
@@ -178,7 +179,7 @@ def _rest(settings: Settings, draft: _Draft) -> None:
         (settings.memory_breakdown, "memory_breakdown", "the start and metrics.jsonl say what memory was used"),
         (settings.flops_profiler.enabled, "flops_profiler", "use train.profile"),
         (settings.dump_state, "dump_state", "the resolved recipe is in the run folder"),
-        (settings.dataloader_drop_last, "dataloader_drop_last", "the last batch of an epoch is filled up, not dropped"),
+        (settings.dataloader_drop_last, "dataloader_drop_last", "the last, smaller batch of an epoch is trained on"),
     ):
         if is_given:
             draft.remarks.append(f"{key}: {instead}")

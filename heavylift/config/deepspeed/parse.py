@@ -37,7 +37,7 @@ from heavylift.config.deepspeed.settings import (
     Settings,
 )
 from heavylift.config.deepspeed.sources import read_source
-from heavylift.config.deepspeed.training import OURS, AdamParams
+from heavylift.config.deepspeed.training import DECAY_MAX_LR, OURS, AdamParams
 from heavylift.config.schema import Schedule, Tier
 from heavylift.errors import UserError
 
@@ -247,6 +247,10 @@ def _notes(reading: Reading) -> list[str]:
         and not config.zero_optimization.offload_optimizer.pin_memory
     ):
         notes.append(f"{pin}: no effect: staging buffers are page-locked, exactly as large as needed")
+    high = "scheduler.params.warmup_max_lr"
+    if config.scheduler.type and scheduler_name(config.scheduler.type) == "WarmupDecayLR" and high not in given:
+        if high not in reading.open_autos:
+            notes.append(f"{high}: not given: {DECAY_MAX_LR:g}, as in DeepSpeed, whatever optimizer.params.lr is")
     params = reading.params.get("optimizer")
     if isinstance(params, AdamParams) and not params.adam_w_mode:
         if optimizer_name(config.optimizer.type) == OURS["adamw"]:

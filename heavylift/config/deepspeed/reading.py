@@ -199,8 +199,10 @@ def _walk_value(walk: _Walk, field_info: FieldInfo, path: Path, written: str, va
         walk.report(written, value, "off", "the block is off")
     elif key.status is Status.NO_EFFECT and not key.agrees_with(value):
         walk.note(written, value, f"no effect: {key.text}")
-    elif key.status is not Status.DONE:
-        walk.report(written, value, "off" if key.status is Status.REFUSED else key.status, f"agrees: {key.text}")
+    elif key.status is Status.NO_EFFECT:
+        walk.report(written, value, "done", f"as it is here: {key.text}")
+    elif key.status is Status.REFUSED:
+        walk.report(written, value, "off", "not asked for")
     return value
 
 
@@ -215,6 +217,7 @@ def _take_auto(walk: _Walk, field_info: FieldInfo, path: Path, written: str) -> 
         walk.report(written, AUTO, "auto", "to be filled in, or solved from the others")
     elif key.status is Status.DONE and block_of(field_info) is None:
         default = field_info.get_default(call_default_factory=True)
+        default = list(default) if isinstance(default, tuple) else default
         said = shown(default) if default is not None else "its default"
         walk.note(written, AUTO, f'"auto" that nobody filled in: {said}', "auto")
     else:

@@ -81,12 +81,18 @@ class WarmupLR(Block):
     last_batch_iteration: Annotated[Whole, Field(ge=-1), done(_BATCH_ITERATION)] = -1
 
 
+DECAY_MAX_LR = 0.001
+"""DeepSpeed's WarmupDecayLR does not look at the optimizer's `lr`."""
+
+
 class WarmupDecayLR(Block):
     """`scheduler.params` of WarmupDecayLR: up, then linearly to 0."""
 
     total_num_steps: Annotated[Whole | None, Field(ge=1), done("Optimizer steps until 0; required.")] = None
     warmup_min_lr: Annotated[Number, Field(ge=0), done("Rate of the first step.")] = 0.0
-    warmup_max_lr: Annotated[Number, Field(ge=0), done("Highest rate.")] = 0.001
+    warmup_max_lr: Annotated[Number, Field(ge=0), done("Highest rate, whatever the optimizer's `lr` is.")] = (
+        DECAY_MAX_LR
+    )
     warmup_num_steps: Annotated[Whole, Field(ge=0), done(f"Steps of warm-up (at least 2), {_LATE}.")] = 1000
     warmup_type: Annotated[WarmupType, done("Shape of the warm-up.")] = "log"
     last_batch_iteration: Annotated[Whole, Field(ge=-1), done(_BATCH_ITERATION)] = -1

@@ -51,7 +51,7 @@ class OffloadOptimizer(Block):
 
 
 class OffloadParam(Block):
-    """Where parameters live between uses (stage 3)."""
+    """Where parameters live between uses (stage 3). `nvme` is refused: use offload_optimizer."""
 
     switch: ClassVar[str | None] = "device"
     off_values: ClassVar[tuple[Any, ...]] = ("none", None)
@@ -60,7 +60,7 @@ class OffloadParam(Block):
         Device,
         no_effect(
             "parameters stay sharded on the device (2 bytes each in bf16 or fp16, over all ranks); only optimizer "
-            "states go to the host. `nvme` is refused: remove the block, and use offload_optimizer",
+            "states go to the host",
             agrees=("none",),
         ),
     ] = "none"

@@ -1,0 +1,112 @@
+"""The memory plan of a model under a ds_config's settings, as a table; nothing is allocated.
+
+The model is built on the meta device and sharded over ranks that do not exist, so that the numbers are those of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from rich.text import Text
+
+from heavylift.config.deepspeed.settings import Precision, Settings
+from heavylift.config.schema import ModelConfig, Tier
+from heavylift.errors import UserError
+from heavylift.memory.activations import LayerShape, Recompute, Workload
+from heavylift.memory.machine import MachineMemory, measure
+from heavylift.memory.plan import GIB, MemoryPlan
+from heavylift.memory.planner import ModelPlanner
+from heavylift.models.load import build_on_meta, load_hf_config, parameter_counts
+from heavylift.offload.optimizer import TieredOptions
+from heavylift.sharding import make_mesh, shard_model
+
+_DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+
+
+def memory_table(settings: Settings, model: str, world_size: int, seq: int | None) -> Table:
+    """Bytes of one rank and of all, tier by tier, beside what this machine has free.
+
+    `model`: folder with a config.json; `seq`: tokens of the longest sample, for the activations. Raises UserError where
+    the folder holds no causal language model.
+    """
+    folder = Path(model)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"--model: expected a Hugging Face model folder with config.json, got {model}")
+    plan, num_params = _plan(settings, folder, world_size, seq)
+    title = f"memory plan: {num_params / 1e9:.3f}B parameters, {world_size} ranks (all on one machine)"
+    table = Table(title=title, title_justify="left")
+    for column in ("tier", "what", "GiB per rank", "GiB, all ranks"):
+        table.add_column(column, justify="right" if column.startswith("GiB") else "left")
+    for what, tier, num_bytes in plan.rows():
+        table.add_row(tier.value, what, _gib(num_bytes), _gib(num_bytes * world_size))
+    table.add_section()
+    for tier, num_bytes in ((Tier.DEVICE, plan.device_bytes), (Tier.HOST, plan.host_bytes)):
+        what = "all" if seq is not None or tier is Tier.HOST else "all but activations (--seq counts them)"
+        table.add_row(tier.value, Text(what, style="bold"), _gib(num_bytes), _gib(num_bytes * world_size))
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    table.caption = _machine(measure(device), plan, world_size)
+    table.caption_justify = "left"
+    return table
+
+
+def _plan(settings: Settings, folder: Path, world_size: int, seq: int | None) -> tuple[MemoryPlan, int]:
+    dtype = _DTYPES[settings.precision]
+    hf_config = load_hf_config(folder, trust_remote_code=False)
+    module = build_on_meta(hf_config, ModelConfig(model_name_or_path=str(folder)), dtype)
+    num_params, _ = parameter_counts(module)
+    with _absent_ranks(world_size):
+        sharded = shard_model(module, settings.stage, make_mesh(settings.stage, "cpu"))
+        planner = ModelPlanner(sharded, LayerShape.from_config(hf_config), dtype)
+        work = _workload(settings, seq) if seq is not None else None
+        return planner.plan(_options(settings), work), num_params
+
+
+def _workload(settings: Settings, seq: int) -> Workload:
+    block = settings.checkpointing
+    recompute = Recompute.FULL if block.enabled else Recompute.NOTHING
+    return Workload(settings.batch.micro_batch, seq, recompute, inputs_on_host=block.cpu_checkpointing)
+
+
+def _options(settings: Settings) -> TieredOptions:
+    return TieredOptions(
+        tier=settings.offload.tier,
+        ratio=settings.offload.ratio,
+        schedule=settings.offload.schedule,
+        accumulate=settings.batch.accumulation > 1,
+        max_grad_norm=settings.gradient_clipping,
+    )
+
+
+@contextmanager
+def _absent_ranks(world_size: int) -> Iterator[None]:
+    """A process group of `world_size` ranks of which only this one exists, for sharding on the meta device."""
+    # torch's own stand-in for planning and tests; it moves no data
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _machine(machine: MachineMemory, plan: MemoryPlan, world_size: int) -> str:
+    free = [f"host {_gib(machine.host_available_bytes)} GiB"]
+    if machine.device_available_bytes is not None:
+        free.append(f"device {_gib(machine.device_available_bytes)} GiB")
+    short = []
+    if machine.device_available_bytes is not None and plan.device_bytes > machine.device_available_bytes:
+        short.append("the device")
+    if plan.host_bytes * world_size > machine.host_available_bytes:
+        short.append("the host")
+    verdict = f"; too little on {' and '.join(short)}" if short else ""
+    return f"free on this machine: {', '.join(free)}{verdict}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3f}" if num_bytes < 10 * GIB else f"{num_bytes / GIB:.1f}"
