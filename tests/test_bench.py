@@ -125,7 +125,11 @@ def test_each_step_says_which_schedule_ran_and_what_it_waited_for(result: tuple[
     schedules = [step["schedule"] for step in steps]
     # the norm never comes near the limit, so `auto` begins to speculate once it has seen so many calm steps
     assert schedules == ["deferred"] * CALM_STEPS + ["speculative"] * 3
-    assert all(step["cpu_s"] > 0 and step["gradient_s"] == 0 for step in steps[1:])
+    # a deferred step is done by the end of the next forward; a speculative one may as well end in the next step as in
+    # its own, so that all or nothing of it may be counted there
+    assert all(step["cpu_s"] > 0 for step in steps[1 : CALM_STEPS + 1])
+    assert sum(step["cpu_s"] for step in steps[CALM_STEPS:]) > 0
+    assert all(step["gradient_s"] == 0 for step in steps), "there is no copy to wait for on a CPU"
     assert all(0 < step["grad_norm"] < 1e4 and not step["clipped"] and not step["skipped"] for step in steps)
     assert all(step["exposed_s"] <= step["cpu_s"] + step["slot_s"] + step["issue_s"] + 1e-9 for step in steps)
     summary = result[0]["offload"]

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -24,10 +23,6 @@ from typing import Any
 TESTS = Path(__file__).parent.parent
 # a rank that failed leaves its peers in a collective that never ends
 _PEERS_S = 5.0
-
-
-ENDED = "the process ended with exit code"
-ENDED_BY_SIGNAL = f"{ENDED} -"
 
 
 class RankError(AssertionError):
@@ -83,7 +78,7 @@ class _Pool:
         try:
             good, reply = pickle.loads(self._connections[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
-            return False, f"{ENDED} {self._processes[rank].wait()}"
+            return False, f"the process ended with exit code {self._processes[rank].wait()}"
         return good, reply
 
     def close(self) -> None:
@@ -100,22 +95,7 @@ _pools: dict[int, _Pool] = {}
 
 
 def run_on_ranks(world_size: int, job: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:
-    """`job(*args)` on every rank; what each rank returned, in rank order. Raises RankError with the tracebacks.
-
-    A rank that a signal ended (seen once in two whole runs, after hundreds of jobs in one process, cause not found:
-    docs/log.md) is not taken for the job's fault at once: the job is done again on fresh ranks, with a warning. A job
-    that crashes its ranks by itself does so there too.
-    """
-    try:
-        return _run_on_pool(world_size, job, args, timeout_s)
-    except RankError as error:
-        if ENDED_BY_SIGNAL not in str(error):
-            raise
-        warnings.warn(f"a pooled rank was ended by a signal, the job is done again: {error}", stacklevel=2)
-        return _run_on_pool(world_size, job, args, timeout_s)
-
-
-def _run_on_pool(world_size: int, job: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+    """`job(*args)` on every rank; what each rank returned, in rank order. Raises RankError with the tracebacks."""
     if world_size not in _pools:
         _pools[world_size] = _Pool(world_size)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import pickle
@@ -16,6 +17,7 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # a crash tells where every thread was
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
