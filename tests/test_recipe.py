@@ -106,7 +106,7 @@ def test_every_problem_is_named_with_its_line(tmp_path: Path) -> None:
         "recipe.yaml:9: train.dataset: unknown key; did you mean data.dataset?",
         "recipe.yaml:10: train.warmup_ration: unknown key; did you mean train.warmup_ratio?",
         "recipe.yaml:12: engine.zero_stage: expected one of 0, 1, 2, 3, got true",
-        "recipe.yaml:13: engine.ratio: expected a number from 0 to 1, got 1.5",
+        "recipe.yaml:13: engine.ratio: expected a number from 0 to 1 or auto, got 1.5",
         "recipe.yaml:14: lauch: unknown section; did you mean launch?",
         "command line: engin.ratio: unknown section; did you mean engine.ratio?",
         "command line: ratio: unknown section; did you mean engine.ratio?",

@@ -224,8 +224,9 @@ class EngineConfig(Section):
     """What is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
     offload_optimizer: Annotated[Tier, BeforeValidator(_tier_synonyms)] = Tier.DEVICE
     """Where the optimizer states live: `device` or `host` (DeepSpeed's `none` and `cpu` are understood)."""
-    ratio: Annotated[Float, Field(ge=0, le=1)] = 1.0
-    """With `offload_optimizer: host`: share of the optimizer states that goes to the host, to the byte."""
+    ratio: Annotated[Float, Field(ge=0, le=1)] | Literal["auto"] = 1.0
+    """With `offload_optimizer: host`: share of the optimizer states that goes to the host, to the byte. `auto`: what
+    the device has no room for."""
     schedule: Schedule = Schedule.AUTO
     """When the step of the host tier runs: `synchronous` after backward; `deferred` beside the next forward;
     `immediate` during backward (only without clipping); `speculative` during backward, corrected when clipping
@@ -247,6 +248,15 @@ class ExportConfig(Section):
     save: bool = True
     """Write the model folder at the end of the run; false for benchmarks."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    @property
+    def keys_without_effect(self) -> list[str]:
+        """Keys given that say how the host tier works, where there is none; those at their defaults not counted."""
+        if self.offload_optimizer is Tier.HOST:
+            return []
+        fields = type(self).model_fields
+        names = ("ratio", "schedule", "cpu_threads", "native_kernel")
+        return [name for name in names if name in self.model_fields_set and getattr(self, name) != fields[name].default]
+
     """Dtype of the saved weights."""
     max_shard_size: str = "5GB"
     """Largest safetensors file, e.g. 500MB, 5GB (decimal units)."""
@@ -298,3 +308,20 @@ class Recipe(Section):
     def output_dir(self) -> Path:
         """The run folder as a path."""
         return Path(self.train.output_dir)
+        self._check_host_tier()
+    def _check_host_tier(self) -> None:
+        """Somebody who says how the host tier works and forgets to ask for it must hear of it; who asks for the device
+        has decided (a recipe for the host with one word changed, to compare), and is told when the run starts."""
+        unused = self.engine.keys_without_effect
+        if unused and "offload_optimizer" not in self.engine.model_fields_set:
+            keys = ", ".join(f"engine.{name}" for name in unused)
+            raise ValueError(
+                f"engine.{unused[0]}: has an effect with engine.offload_optimizer: host only, and that is not set; add "
+                f"it, or remove {keys}"
+            )
+
+    @property
+    def run_name(self) -> str:
+        """`train.run_name`, else the last part of `train.output_dir`."""
+        return self.train.run_name or self.output_dir.absolute().name
+

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,15 @@ def measure(device: torch.device, root: Path = Path("/")) -> MachineMemory:
     """Reads the free memory of the host (its control group where that is narrower) and of `device`."""
     device_free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     return MachineMemory(host_available_bytes(root), device_free)
+
+
+def agree(machine: MachineMemory, device: torch.device) -> MachineMemory:
+    """The least that any process found, so that all decide alike. A collective."""
+    known = machine.device_available_bytes
+    least = torch.tensor([machine.host_available_bytes, -1 if known is None else known], device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    host, on_device = (int(value) for value in least)
+    return MachineMemory(host, None if known is None else on_device)
 
 
 def host_available_bytes(root: Path = Path("/")) -> int:

@@ -1,13 +1,14 @@
 """The plan: bytes of every tier, decided and checked before anything is allocated.
 
-Everything here follows from shapes, so it runs on the meta device. What is exact: parameters, gradients, optimizer
-states, staging. Left out: activations and the allocator's fragmentation, which depend on the model's code; the device
-total is therefore a lower bound.
+Everything here follows from shapes, so it runs on the meta device. Parameters, optimizer states and staging are
+exact. What one step adds on the device (gathered groups, gradients, activations) is an estimate that errs on the safe
+side, see `heavylift.memory.peak` and `docs/memory.md`; of a model whose sizes are not known it is a lower bound,
+without activations. Choosing the ratio, and what else would fit: `heavylift.memory.fit`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from heavylift.config.schema import Tier
 from heavylift.errors import UserError
 from heavylift.memory.machine import MachineMemory
-from heavylift.offload.groups import Group
+from heavylift.memory.peak import GroupLoad, find_peak
 from heavylift.offload.optimizer import NUM_STAGING_SLOTS, TieredOptions
 from heavylift.offload.overlap import kept_gradient_bytes
 from heavylift.offload.staging import StagingRing
@@ -32,85 +33,139 @@ class MemoryPlan:
     param_bytes: int
     """Parameter shards, device."""
     grad_bytes: int
-    """Reduced gradient shards, device."""
+    """Reduced gradient shards at the worst moment, device."""
     device_state_bytes: int
     """Optimizer states (and accumulators) on the device tier."""
     gathered_bytes: int
-    """Whole parameters and gradients of the groups that are gathered at once, device."""
+    """Whole parameters and gradients, and the buffers of collectives, at the worst moment, device."""
     host_state_bytes: int
     """Optimizer states (and accumulators) on the host tier."""
     pinned_bytes: int
-    """Staging between the tiers: host memory, page-locked when there is a GPU."""
+    """Staging between the tiers and layer inputs: host memory, page-locked when there is a GPU."""
+    activation_bytes: int = 0
+    """Activations at the worst moment, device; 0 where they are not known."""
+    moment: str = ""
+    """The worst moment of a step on the device."""
+
+    @property
+    def step_bytes(self) -> int:
+        """What a step takes on the device beside parameters and states."""
+        return self.grad_bytes + self.gathered_bytes + self.activation_bytes
 
     @property
     def device_bytes(self) -> int:
-        """All of the device tier, activations excepted."""
-        return self.param_bytes + self.grad_bytes + self.device_state_bytes + self.gathered_bytes
+        """All of the device tier at the worst moment."""
+        return self.param_bytes + self.device_state_bytes + self.step_bytes
 
     @property
     def host_bytes(self) -> int:
         """All of the host tier."""
         return self.host_state_bytes + self.pinned_bytes
 
+    def host_needed_bytes(self, local_world_size: int, has_device: bool) -> int:
+        """Host memory for all processes of the machine; without an accelerator the device tier lies there too.
+
+        Of a step without an accelerator nothing is counted: what it takes there has not been measured.
+        """
+        own = self.host_bytes + (0 if has_device else self.param_bytes + self.device_state_bytes)
+        return own * local_world_size
+
+    def rows(self) -> list[tuple[str, Tier, int]]:
+        """(what, tier, bytes) of everything that takes memory, for a table."""
+        listed = [
+            ("parameters", Tier.DEVICE, self.param_bytes),
+            ("optimizer states", Tier.DEVICE, self.device_state_bytes),
+            ("gradients", Tier.DEVICE, self.grad_bytes),
+            ("gathered groups", Tier.DEVICE, self.gathered_bytes),
+            ("activations", Tier.DEVICE, self.activation_bytes),
+            ("optimizer states", Tier.HOST, self.host_state_bytes),
+            ("staging", Tier.HOST, self.pinned_bytes),
+        ]
+        return [row for row in listed if row[2] > 0]
+
 
 def make_plan(
-    groups: Sequence[Group],
-    group_params: Sequence[int],
+    loads: Sequence[GroupLoad],
     param_shards: int,
     options: TieredOptions,
     *,
     stage: int,
     dtype: torch.dtype,
+    num_shards: int,
 ) -> MemoryPlan:
     """The plan of one process.
 
-    `groups`: the trainable gather groups in forward order; `group_params`: parameters of every gather group, whole
-    (frozen ones too); `param_shards`: elements of all parameter shards of this process.
+    `loads`: every gather group in forward order, the root first; `param_shards`: elements of all parameter shards of
+    this process; `num_shards`: processes that a parameter is sharded over.
     """
-    numels = [group.numel for group in groups]
+    numels = [load.shard_numel for load in loads if load.shard_numel > 0]
     device_numels = place(numels, options.ratio, options.tier)
     host_numels = [n - d for n, d in zip(numels, device_numels, strict=True) if n > d]
-    pinned_bytes = 0
+    pinned_bytes = sum(load.host_bytes for load in loads)
     if host_numels:
         grad_dtype = options.staging_grad_dtype(dtype)
-        pinned_bytes = whole_pages(StagingRing.num_bytes(NUM_STAGING_SLOTS, max(host_numels), dtype, grad_dtype))
+        pinned_bytes += whole_pages(StagingRing.num_bytes(NUM_STAGING_SLOTS, max(host_numels), dtype, grad_dtype))
     if host_numels and options.keeps_gradients:
-        pinned_bytes += whole_pages(kept_gradient_bytes(host_numels, dtype, len(groups)))
-    # stage 3 holds the group at work and the one fetched ahead; below it, all
-    gathered = sum(group_params) if stage < 3 else sum(sorted(group_params)[-2:])
+        pinned_bytes += whole_pages(kept_gradient_bytes(host_numels, dtype, len(numels)))
+    peak = find_peak(
+        loads,
+        itemsize=dtype.itemsize,
+        num_shards=num_shards,
+        stage=stage,
+        keeps_grads=not options.accumulate,
+        reduces_once=options.accumulate and stage < 2,
+    )
     return MemoryPlan(
         param_bytes=param_shards * dtype.itemsize,
-        grad_bytes=0 if options.accumulate else sum(numels) * dtype.itemsize,
-        device_state_bytes=(len(STATE_NAMES) + options.accumulate) * 4 * sum(device_numels),
-        gathered_bytes=gathered * dtype.itemsize + max(group_params, default=0) * (dtype.itemsize + 4),
+        grad_bytes=peak.grad_bytes,
+        device_state_bytes=state_bytes_per_element(options) * sum(device_numels),
+        gathered_bytes=peak.gathered_bytes,
         host_state_bytes=whole_pages(host_state_bytes(host_numels, options.accumulate)) if host_numels else 0,
         pinned_bytes=pinned_bytes,
+        activation_bytes=peak.activation_bytes,
+        moment=peak.moment,
     )
 
 
-def check_plan(plan: MemoryPlan, machine: MachineMemory, local_world_size: int, options: TieredOptions) -> None:
-    """Raises UserError, saying what would fit, when the plan does not fit the machine."""
+def state_bytes_per_element(options: TieredOptions) -> int:
+    """Device bytes of optimizer states per element of a shard, the accumulator included."""
+    return (len(STATE_NAMES) + options.accumulate) * 4
+
+
+def check_plan(
+    plan: MemoryPlan,
+    machine: MachineMemory,
+    local_world_size: int,
+    options: TieredOptions,
+    remedies: Callable[[], Sequence[str]] | None = None,
+) -> None:
+    """Raises UserError, saying what would fit, when the plan does not fit the machine.
+
+    `remedies`: changes of the recipe that would fit, asked for only then (`heavylift.memory.fit.remedies`).
+    """
     problems = []
-    host_needed = plan.host_bytes * local_world_size
+    has_device = machine.device_available_bytes is not None
+    host_needed = plan.host_needed_bytes(local_world_size, has_device)
     if host_needed > machine.host_available_bytes:
-        fits = machine.host_available_bytes / host_needed * options.ratio
-        remedy = (
-            f"set engine.ratio to {fits:.2f} or less (the rest then needs device memory)"
-            if options.tier is Tier.HOST and fits >= 0.01
-            else "use a smaller model or more memory"
-        )
+        what = "the optimizer states" if has_device else "parameters and optimizer states"
         problems.append(
-            f"host memory: the optimizer states need {host_needed / GIB:.1f} GiB on this machine "
-            f"({local_world_size} x {plan.host_bytes / GIB:.1f}), {machine.host_available_bytes / GIB:.1f} GiB are "
-            f"free; {remedy}"
+            f"host memory: {what} need {host_needed / GIB:.1f} GiB on this machine "
+            f"({local_world_size} x {host_needed / local_world_size / GIB:.1f}), "
+            f"{machine.host_available_bytes / GIB:.1f} GiB are free"
         )
     if machine.device_available_bytes is not None and plan.device_bytes > machine.device_available_bytes:
-        remedies = ["more GPUs"]
-        if plan.device_state_bytes:
-            remedies.insert(0, "engine.offload_optimizer=host")
+        parts = ", ".join(f"{what} {size / GIB:.1f}" for what, tier, size in plan.rows() if tier is Tier.DEVICE)
+        lacking = "" if plan.activation_bytes else " before any activation"
         problems.append(
-            f"device memory: parameters, gradients and states need {plan.device_bytes / GIB:.1f} GiB before any "
-            f"activation, {machine.device_available_bytes / GIB:.1f} GiB are free; try {' or '.join(remedies)}"
+            f"device memory: {plan.device_bytes / GIB:.1f} GiB are needed{lacking} ({parts}), "
+            f"{machine.device_available_bytes / GIB:.1f} GiB are free"
         )
     if problems:
-        raise UserError(*problems)
+        hint = _hint(list(remedies()) if remedies is not None else [])
+        raise UserError(*(f"{problem}; {hint}" for problem in problems))
+
+
+def _hint(found: Sequence[str]) -> str:
+    if not found:
+        return "use more GPUs, a smaller model or a machine with more memory"
+    return f"what would fit: {', or '.join(found)}"

@@ -151,7 +151,7 @@ def _setup(run: Run) -> dict[str, Any]:
         "gradient_checkpointing": train.gradient_checkpointing,
         "stage": engine.zero_stage,
         "tier": engine.offload_optimizer.value,
-        "ratio": engine.ratio if on_host else 0.0,
+        "ratio": run.engine.optimizer.options.ratio if on_host else 0.0,
         "schedule": engine.schedule.value if on_host else None,
         "max_grad_norm": train.max_grad_norm,
         "cpu_threads": run.engine.optimizer.options.num_threads,

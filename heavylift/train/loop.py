@@ -75,7 +75,8 @@ def train(run: Run) -> History:
 
 
 def _has_host_tier(run: Run) -> bool:
-    return run.recipe.engine.offload_optimizer is Tier.HOST and run.recipe.engine.ratio > 0
+    options = run.engine.optimizer.options
+    return options.tier is Tier.HOST and options.ratio > 0
 
 
 @dataclass
@@ -213,7 +214,7 @@ def _summary(run: Run) -> RunSummary:
         num_steps=run.data.num_steps,
         zero_stage=recipe.engine.zero_stage,
         optimizer_tier=recipe.engine.offload_optimizer,
-        host_ratio=recipe.engine.ratio,
+        host_ratio=run.engine.optimizer.options.ratio,
         schedule=recipe.engine.schedule,
         planned_bytes={Tier.DEVICE: run.plan.device_bytes, Tier.HOST: run.plan.host_bytes},
     )

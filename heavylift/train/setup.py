@@ -18,17 +18,20 @@ from torch import nn
 
 from heavylift.config.model_folder import resolve_model_folder, resolve_tokenizer_folder
 from heavylift.config.preflight import check_disk
-from heavylift.config.schema import Recipe, TrainConfig
+from heavylift.config.schema import Recipe, Tier, TrainConfig
 from heavylift.data.batches import BatchPlan, evaluation_plan
 from heavylift.data.samples import SampleSet
 from heavylift.data.tokenise import load_samples
 from heavylift.engine import Engine, build_optimizer, parameter_groups
 from heavylift.errors import UserError
 from heavylift.launch.cores import split_cores, threads_per_rank
+from heavylift.memory.activations import LayerShape, Recompute, Workload
 from heavylift.memory.boundaries import BoundaryStore
 from heavylift.memory.checkpointing import checkpoint_layers
-from heavylift.memory.machine import host_available_bytes, measure
-from heavylift.memory.plan import GIB, MemoryPlan, check_plan, make_plan
+from heavylift.memory.fit import Setting, choose_ratio, remedies
+from heavylift.memory.machine import agree, host_available_bytes, measure
+from heavylift.memory.plan import GIB, MemoryPlan, check_plan
+from heavylift.memory.planner import ModelPlanner
 from heavylift.models.load import (
     build_on_meta,
     check_weights,
@@ -40,8 +43,7 @@ from heavylift.models.load import (
     parameter_counts,
     resolve_dtype,
 )
-from heavylift.models.loss_head import install_loss_head
-from heavylift.offload.groups import make_group, padded_numel
+from heavylift.models.loss_head import find_loss_head, install_loss_head
 from heavylift.offload.optimizer import TieredOptions
 from heavylift.sharding import ShardedModel, layers_of, make_mesh, shard_model
 
@@ -115,12 +117,11 @@ def set_up(recipe: Recipe) -> Run:
     recomputed = prepare_layers(model, recipe.train, ranks.device)
     sharded = shard_model(model, recipe.engine.zero_stage, make_mesh(recipe.engine.zero_stage, ranks.device.type))
     options = tiered_options(recipe, split_cores(ranks.local_rank, ranks.local_world_size))
-    plan = plan_memory(sharded, options, dtype)
     if recipe.train.cpu_checkpointing:
-        slot_bytes = boundary_bytes(recipe.train, data.train, hf_config, dtype)
-        store = keep_boundaries_on_host(recomputed, slot_bytes, ranks)
-        plan = replace(plan, pinned_bytes=plan.pinned_bytes + store.num_bytes)
-    check_plan(plan, measure(ranks.device), ranks.local_world_size, options)
+        keep_boundaries_on_host(recomputed, boundary_bytes(recipe.train, data.train, hf_config, dtype), ranks)
+    work = workload(recipe, data.train.longest, model, ranks.device)
+    planner = ModelPlanner(sharded, LayerShape.from_config(hf_config), dtype)
+    options, plan = place_states(planner, options, work, recipe, ranks)
     materialise(model, ranks.device)
     if stored is not None:
         load_weights(model, folder, stored)
@@ -136,6 +137,7 @@ def set_up(recipe: Recipe) -> Run:
         eps=train.adam_epsilon,
     )
     engine = Engine(sharded, optimizer, ranks.device)
+    recipe = with_ratio(recipe, options.ratio)
     return Run(recipe, ranks, data, engine, plan, hf_config, tokenizer, num_params, num_trainable, dtype)
 
 
@@ -210,11 +212,15 @@ def prepare_layers(model: nn.Module, config: TrainConfig, device: torch.device) 
             )
         selective = config.gradient_checkpointing == "selective"
         recomputed = checkpoint_layers(layers, every=config.checkpoint_every, selective=selective)
-    compiles = device.type == "cuda" if config.compile == "auto" else config.compile
-    if compiles:
+    if compiles_layers(config, device):
         for layer in layers:
             layer.compile(fullgraph=True)
     return recomputed
+
+
+def compiles_layers(config: TrainConfig, device: torch.device) -> bool:
+    """Whether the decoder layers are compiled on this device."""
+    return device.type == "cuda" if config.compile == "auto" else config.compile
 
 
 def boundary_bytes(config: TrainConfig, batches: BatchPlan, hf_config: Any, dtype: torch.dtype) -> int:
@@ -239,14 +245,14 @@ def keep_boundaries_on_host(layers: list[nn.Module], slot_bytes: int, ranks: Ran
 
 
 def tiered_options(recipe: Recipe, cores: list[int]) -> TieredOptions:
-    """The optimizer's options of a recipe, for a process that has these CPU cores."""
+    """The optimizer's options of a recipe, for a process that has these CPU cores; ratio 1 where it is still open."""
     threads = recipe.engine.cpu_threads
     if threads != "auto":
         # more threads than cores of its own: let the system place them
         cores = cores[:threads] if threads <= len(cores) else []
     return TieredOptions(
         tier=recipe.engine.offload_optimizer,
-        ratio=recipe.engine.ratio,
+        ratio=1.0 if recipe.engine.ratio == "auto" else recipe.engine.ratio,
         schedule=recipe.engine.schedule,
         accumulate=recipe.train.gradient_accumulation_steps > 1,
         max_grad_norm=recipe.train.max_grad_norm,
@@ -256,14 +262,65 @@ def tiered_options(recipe: Recipe, cores: list[int]) -> TieredOptions:
     )
 
 
-def plan_memory(sharded: ShardedModel, options: TieredOptions, dtype: torch.dtype) -> MemoryPlan:
-    """The memory plan of a sharded model that may still be on meta."""
-    groups = [make_group(g.name, g.params, g.module) for g in sharded.groups]
-    return make_plan(
-        [group for group in groups if group is not None],
-        [sum(p.numel() for _, p in g.params) for g in sharded.groups],
-        sum(padded_numel(p) for g in sharded.groups for _, p in g.params),
-        options,
-        stage=sharded.stage,
-        dtype=dtype,
+def workload(recipe: Recipe, longest: int, model: nn.Module, device: torch.device) -> Workload:
+    """What one process computes on in a micro-batch. `longest`: positions of the longest sample, padded; `model`: with
+    its head prepared."""
+    train = recipe.train
+    recompute = Recompute.FULL if train.gradient_checkpointing else Recompute.NOTHING
+    if train.gradient_checkpointing == "selective":
+        recompute = Recompute.SELECTIVE
+    head = find_loss_head(model)
+    return Workload(
+        micro_batch=train.per_device_train_batch_size,
+        seq=longest,
+        recompute=recompute,
+        recompute_every=train.checkpoint_every,
+        inputs_on_host=train.cpu_checkpointing,
+        chunk_tokens=0 if head is None else head.chunk_tokens,
+        compiled=compiles_layers(train, device),
+        eager_attention=recipe.model.attn_implementation == "eager",
     )
+
+
+def place_states(
+    planner: ModelPlanner, options: TieredOptions, work: Workload, recipe: Recipe, ranks: Ranks
+) -> tuple[TieredOptions, MemoryPlan]:
+    """The options with the ratio decided, and the plan, which fits this machine. A collective.
+
+    Raises UserError, on every rank, where it does not fit.
+    """
+    machine = agree(measure(ranks.device), ranks.device)
+    setting, local = Setting(options, work), ranks.local_world_size
+    said = []
+    if recipe.engine.ratio == "auto" and options.tier is Tier.HOST:
+        choice = choose_ratio(planner, setting, machine, local)
+        options = replace(options, ratio=choice.ratio)
+        said.append(choice.why)
+    unused = [f"engine.{name}" for name in recipe.engine.keys_without_effect]
+    if unused:
+        said.append(f"{', '.join(unused)}: without effect, as engine.offload_optimizer is device")
+    for line in said if ranks.rank == 0 else ():
+        logger.warning("%s", line)
+    plan = planner.plan(options, work)
+    check_plan(plan, machine, local, options, lambda: remedies(planner, setting, machine, local))
+    return options, plan
+
+
+def with_ratio(recipe: Recipe, ratio: float) -> Recipe:
+    """The recipe with the ratio that `auto` came to, so that a run can be repeated as it was."""
+    if recipe.engine.ratio != "auto":
+        return recipe
+    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"ratio": ratio})})
+
+
+def plan_memory(
+    sharded: ShardedModel,
+    options: TieredOptions,
+    dtype: torch.dtype,
+    hf_config: Any | None = None,
+    work: Workload | None = None,
+) -> MemoryPlan:
+    """The memory plan of a sharded model that may still be on meta; with its config and a workload also of what a step
+    computes on."""
+    shape = None if hf_config is None else LayerShape.from_config(hf_config)
+    return ModelPlanner(sharded, shape, dtype).plan(options, work)

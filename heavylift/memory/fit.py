@@ -1,0 +1,222 @@
+"""`engine.ratio: auto`, and what else would fit where a plan does not.
+
+`auto` leaves as many optimizer states on the device as its memory takes, to the element, and sends the rest to the
+host. Both are decided by the plan alone, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from heavylift.config.schema import Tier
+from heavylift.errors import UserError
+from heavylift.memory.activations import Recompute, Workload
+from heavylift.memory.machine import MachineMemory
+from heavylift.memory.plan import GIB, MemoryPlan, state_bytes_per_element
+from heavylift.offload.optimizer import TieredOptions
+
+DEVICE_RESERVE_BYTES = GIB
+"""Left free on the device: channels of NCCL, workspaces of cuBLAS and cuDNN, compiled kernels."""
+STEP_SLACK = 0.05
+"""...and this share of what a step takes, for what the allocator cannot fill."""
+HOST_RESERVE_BYTES = GIB // 2
+"""Left free on the host per process: batches, the export's largest tensor."""
+HOST_SLACK = 0.02
+"""...and this share of the host's free memory."""
+
+
+class Planner(Protocol):
+    """Plans this process's memory for other options and another workload of the same sharded model."""
+
+    @property
+    def shard_numel(self) -> int:
+        """Trainable elements of this process, padding included."""
+
+    def plan(self, options: TieredOptions, work: Workload | None) -> MemoryPlan:
+        """The plan; without a workload no activations are counted."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan follows from, beside the model."""
+
+    options: TieredOptions
+    work: Workload | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `auto` came to."""
+
+    ratio: float
+    why: str
+    """One line for the screen."""
+
+
+def device_room(plan: MemoryPlan, machine: MachineMemory) -> int:
+    """Device bytes that a run would leave free beyond the reserve; negative where it does not fit."""
+    assert machine.device_available_bytes is not None
+    reserve = DEVICE_RESERVE_BYTES + int(STEP_SLACK * plan.step_bytes)
+    return machine.device_available_bytes - reserve - plan.device_bytes
+
+
+def host_room(plan: MemoryPlan, machine: MachineMemory, local_world_size: int) -> int:
+    """Host bytes that all processes of the machine would leave free beyond the reserve."""
+    reserve = HOST_RESERVE_BYTES * local_world_size + int(HOST_SLACK * machine.host_available_bytes)
+    needed = plan.host_needed_bytes(local_world_size, machine.device_available_bytes is not None)
+    return machine.host_available_bytes - reserve - needed
+
+
+def fits(plan: MemoryPlan, machine: MachineMemory, local_world_size: int) -> bool:
+    """Whether device and host take the plan, with room to spare."""
+    on_device = machine.device_available_bytes is None or device_room(plan, machine) >= 0
+    return on_device and host_room(plan, machine, local_world_size) >= 0
+
+
+def lowest_ratio(planner: Planner, setting: Setting, machine: MachineMemory) -> float:
+    """The smallest share of the host with which the device's memory is enough, to the element; 1 where none is."""
+    if machine.device_available_bytes is None:
+        return 1.0
+    options = replace(setting.options, tier=Tier.HOST, ratio=1.0)
+    room = device_room(planner.plan(options, setting.work), machine)
+    total = planner.shard_numel
+    on_device = min(total, max(0, room // state_bytes_per_element(options)))
+    return (total - on_device) / total if total else 0.0
+
+
+def highest_ratio(planner: Planner, setting: Setting, machine: MachineMemory, local_world_size: int) -> float:
+    """The largest share of the host that its memory takes, to the element; 0 where it takes none."""
+    low, high = 0, planner.shard_numel
+
+    def takes(on_host: int) -> bool:
+        options = replace(setting.options, tier=Tier.HOST, ratio=on_host / planner.shard_numel)
+        return host_room(planner.plan(options, setting.work), machine, local_world_size) >= 0
+
+    if high == 0 or takes(high):
+        return 1.0
+    while high - low > 1:  # `low` is taken, `high` is not
+        middle = (low + high) // 2
+        low, high = (middle, high) if takes(middle) else (low, middle)
+    return low / planner.shard_numel
+
+
+def choose_ratio(planner: Planner, setting: Setting, machine: MachineMemory, local_world_size: int) -> Choice:
+    """The ratio for `auto`. Raises UserError when device and host together do not hold the states."""
+    if machine.device_available_bytes is None:
+        return Choice(1.0, "engine.ratio: auto is 1.0: there is no accelerator whose memory could be filled")
+    lowest = lowest_ratio(planner, setting, machine)
+    highest = highest_ratio(planner, setting, machine, local_world_size)
+    chosen = replace(setting.options, tier=Tier.HOST, ratio=lowest)
+    plan = planner.plan(chosen, setting.work)
+    device_gib, host_gib = machine.device_available_bytes / GIB, machine.host_available_bytes / GIB
+    if lowest > highest or device_room(plan, machine) < 0:
+        state_gib = state_bytes_per_element(chosen) * planner.shard_numel / GIB
+        found = remedies(planner, setting, machine, local_world_size)
+        raise UserError(
+            f"engine.ratio: auto finds no place for the optimizer states ({local_world_size} x {state_gib:.1f} GiB): "
+            f"the device would have to give away {lowest:.1%} of them ({device_gib:.1f} GiB are free), the host takes "
+            f"{highest:.1%} ({host_gib:.1f} GiB are free); "
+            + (f"what would fit: {', or '.join(found)}" if found else "use more GPUs or a smaller model")
+        )
+    why = (
+        f"engine.ratio: auto is {lowest:.4f}: of {device_gib:.1f} GiB free on the device, a step and the parameters "
+        f"take {(plan.param_bytes + plan.step_bytes) / GIB:.1f}, optimizer states {plan.device_state_bytes / GIB:.1f}; "
+        f"{plan.host_state_bytes / GIB:.1f} GiB of states per process go to the host"
+    )
+    return Choice(lowest, why)
+
+
+def remedies(planner: Planner, setting: Setting, machine: MachineMemory, local_world_size: int) -> list[str]:
+    """Changes of the recipe, as `key=value` words, with each of which the run would fit; the smallest ones.
+
+    First single changes; where no single one is enough, one combination.
+    """
+    single, combined = _single_changes(setting), _combinations(setting)
+    found = [text for text in (_fitting(planner, *c, machine, local_world_size) for c in single) if text]
+    if found:
+        return _without_repeats(found)
+    for candidate in combined:
+        text = _fitting(planner, *candidate, machine, local_world_size)
+        if text:
+            return [text]
+    return []
+
+
+def _fitting(
+    planner: Planner, words: Sequence[str], setting: Setting, machine: MachineMemory, local_world_size: int
+) -> str | None:
+    """The words of a change with which the run fits, a ratio added where it needs another one; else None."""
+    if words and fits(planner.plan(setting.options, setting.work), machine, local_world_size):
+        return " ".join(words)
+    if machine.device_available_bytes is None:
+        return None  # the ratio moves states within the same memory
+    lowest = lowest_ratio(planner, setting, machine)
+    highest = highest_ratio(planner, setting, machine, local_world_size)
+    ratio = _round_between(lowest, highest)
+    if ratio is None:
+        return None
+    options = replace(setting.options, tier=Tier.HOST, ratio=ratio)
+    if not fits(planner.plan(options, setting.work), machine, local_world_size):
+        return None
+    tier = [] if setting.options.tier is Tier.HOST else ["engine.offload_optimizer=host"]
+    return " ".join([*words, *tier, f"engine.ratio={ratio:g}"])
+
+
+def _round_between(low: float, high: float) -> float | None:
+    """A number of few digits in [low, high], nearer to `low`: less then has to cross the bus."""
+    for digits in (2, 4):
+        scale = 10**digits
+        candidate = -int(-low * scale // 1) / scale
+        if low <= candidate <= high:
+            return float(candidate)
+    return None
+
+
+def _single_changes(setting: Setting) -> Iterator[tuple[list[str], Setting]]:
+    yield [], setting  # another ratio alone
+    work = setting.work
+    if work is None:
+        return
+    yield from ((words, replace(setting, work=other)) for words, other in _recomputing(work))
+    yield from ((words, replace(setting, work=other)) for words, other in _smaller(work))
+
+
+def _combinations(setting: Setting) -> Iterator[tuple[list[str], Setting]]:
+    work = setting.work
+    if work is None:
+        return
+    for words, other in _recomputing(work):
+        for more, smaller in _smaller(other):
+            yield [*words, *more], replace(setting, work=smaller)
+
+
+def _recomputing(work: Workload) -> Iterator[tuple[list[str], Workload]]:
+    """More of the layers computed again, least change first."""
+    full = replace(work, recompute=Recompute.FULL, recompute_every=1)
+    words = ["train.gradient_checkpointing=true", *(["train.checkpoint_every=1"] if work.recompute_every > 1 else [])]
+    if full != work:
+        yield words, full
+    else:
+        words = []
+    if not work.inputs_on_host:
+        yield [*words, "train.cpu_checkpointing=true"], replace(full, inputs_on_host=True)
+
+
+def _smaller(work: Workload) -> Iterator[tuple[list[str], Workload]]:
+    """Smaller micro-batches, the largest first."""
+    size = work.micro_batch // 2
+    while size >= 1:
+        yield [f"train.per_device_train_batch_size={size}"], replace(work, micro_batch=size)
+        size //= 2
+
+
+def _without_repeats(found: Sequence[str]) -> list[str]:
+    """Drops what only adds to, or shrinks further than, something found before."""
+    kept: list[str] = []
+    for text in found:
+        keys = {word.split("=")[0] for word in text.split()}
+        if not any({word.split("=")[0] for word in other.split()} <= keys for other in kept):
+            kept.append(text)
+    return kept
