@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import struct
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from wandb_files import wandb_history
 
 from heavylift.config.deepspeed.settings import MonitorSettings
 from heavylift.errors import UserError
@@ -73,46 +71,6 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     monitor.close()
     assert scalars(tmp_path / "job", "Train/Samples/train_loss") == [(8, 1.5), (16, 0.5)]
     assert rows(tmp_path / "csv" / "Train_Samples_train_loss.csv")[1:] == [["8", "1.5"], ["16", "0.5"]]
-
-
-def wandb_records(path: Path) -> list[bytes]:
-    """The records of a .wandb file: LevelDB's log format after a header of 7 bytes.
-
-    Blocks of 32 KiB; a record is crc (4 bytes), length (2), kind (1: whole, 2 to 4: first, middle, last part), data.
-    """
-    data, position, found = path.read_bytes(), 7, []
-    assert data[:4] == b":W&B", data[:7]
-    while position + 7 <= len(data):
-        left = 32768 - position % 32768
-        if left < 7:
-            position += left
-            continue
-        length, kind = struct.unpack_from("<HB", data, position + 4)
-        part = data[position + 7 : position + 7 + length]
-        if kind in (1, 2):
-            found.append(part)
-        elif kind in (3, 4):
-            found[-1] += part
-        position += 7 + length
-    return found
-
-
-def wandb_history(folder: Path) -> list[dict[str, Any]]:
-    """The rows that were logged to the one offline run below `folder`."""
-    from wandb.proto import wandb_internal_pb2
-
-    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    for _ in range(600):
-        records = []
-        for data in wandb_records(path):
-            records.append(wandb_internal_pb2.Record())
-            records[-1].ParseFromString(data)
-        kinds = [record.WhichOneof("record_type") for record in records]
-        if "exit" in kinds:  # wandb's own process writes, and may be behind
-            break
-        time.sleep(0.1)
-    history = [record.history.item for record, kind in zip(records, kinds, strict=True) if kind == "history"]
-    return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in history]
 
 
 def test_wandb_offline_has_a_row_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +152,7 @@ def test_a_missing_package_is_named(kind: str, package: str, monkeypatch: pytest
 
     # as on a machine without it: neither found nor imported, whatever this process has loaded already
     real = importlib.util.find_spec
-    monkeypatch.setattr("heavylift.monitor.packages.find_spec", lambda name: None if name == package else real(name))
+    monkeypatch.setattr("heavylift.config.packages.find_spec", lambda name: None if name == package else real(name))
     for loaded in [name for name in sys.modules if name.split(".")[0] == package or name == "torch.utils.tensorboard"]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, package, None)

@@ -18,6 +18,7 @@ from heavylift.config.model_folder import (
     resolve_model_folder,
     resolve_tokenizer_folder,
 )
+from heavylift.config.packages import missing_package
 from heavylift.config.run_folder import check_output_dir, nearest_parent
 from heavylift.config.schema import Recipe
 from heavylift.errors import UserError
@@ -42,6 +43,7 @@ def check(recipe: Recipe, nproc: int | None = None, owns_output_dir: bool = True
         _check_model(recipe, folder, found, writes_here)
     if recipe.data.format != "random" or recipe.eval.sample_prompt is not None:
         _check_tokenizer(recipe, folder, found)
+    found.of(lambda: _check_monitors(recipe))
     num_samples = found.of(lambda: _count_samples(recipe)) or 0
     if num_samples and nproc is not None:
         found.of(lambda: check_processes(recipe, num_samples, nproc))
@@ -107,6 +109,18 @@ def check_disk(recipe: Recipe, num_params: int) -> None:
             f"{recipe.output_dir}: the trained model takes {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free on "
             f"{parent}; free the disk or choose another train.output_dir"
         )
+
+
+def _check_monitors(recipe: Recipe) -> None:
+    missing = {kind: missing_package(kind) for kind in recipe.train.report_to}
+    problems = [
+        f"train.report_to: {kind} needs the package {package}, which is not installed; pip install {package}, or "
+        "take it out"
+        for kind, package in missing.items()
+        if package is not None
+    ]
+    if problems:
+        raise UserError(*problems)
 
 
 def _check_tokenizer(recipe: Recipe, model_folder: Path | None, found: _Problems) -> None:

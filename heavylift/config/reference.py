@@ -97,7 +97,8 @@ def _choices(annotation: Any) -> list[str]:
     if origin in (Union, UnionType):
         return [choice for arg in args for choice in _choices(arg)]
     if origin is tuple and args[1:] == (Ellipsis,):
-        return [f"list of {plain_type(args[0])}s"]
+        plural = "" if get_origin(args[0]) is Literal else "s"
+        return [f"list of {plain_type(args[0])}{plural}"]
     raise TypeError(f"no words for the type {annotation}")
 
 

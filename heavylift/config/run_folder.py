@@ -20,7 +20,10 @@ from heavylift.errors import UserError
 
 _HOW = "choose another train.output_dir"
 RUN_FILES = frozenset(
-    ("model", "model.partial", "config.yaml", "metrics.jsonl", "waits.jsonl", "loss.png", "trace.json")
+    (
+        *("model", "model.partial", "config.yaml", "metrics.jsonl", "waits.jsonl", "loss.png", "trace.json"),
+        *("tensorboard", "csv", "wandb"),
+    )
 )
 """Everything that a run writes into its folder."""
 

@@ -55,6 +55,13 @@ def _expand_user(value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 
+def _names(value: Any) -> Any:
+    # Hugging Face users write one name, or `none`
+    if value is None or value == "none":
+        return ()
+    return (value,) if isinstance(value, str) else value
+
+
 PathText = Annotated[str, BeforeValidator(_expand_user)]
 Int = Annotated[int, BeforeValidator(_no_bool)]
 Float = Annotated[float, BeforeValidator(_no_bool)]
@@ -199,6 +206,11 @@ class TrainConfig(Section):
     """Compile each decoder layer. `auto`: on a GPU."""
     logging_steps: Annotated[Int, Field(ge=1)] = 1
     """Print a step line every N steps (metrics.jsonl has every step)."""
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "csv", "comet"], ...], BeforeValidator(_names)] = ()
+    """Where the training curves go beside metrics.jsonl; one name is enough, `none` for nowhere. tensorboard and csv
+    write into the run folder."""
+    run_name: str | None = None
+    """Name of the run in Weights & Biases and Comet; default: the name of the run folder."""
     eval_steps: Annotated[Int, Field(ge=1)] | None = None
     """Evaluate on the held-out share every N steps; it is evaluated before the first and after the last step too."""
     profile: bool = False
@@ -236,6 +248,15 @@ class EngineConfig(Section):
     native_kernel: bool = True
     """Use the compiled CPU kernel; false takes its plain PyTorch twin (slower, the same bits)."""
 
+    @property
+    def keys_without_effect(self) -> list[str]:
+        """Keys given that say how the host tier works, where there is none; those at their defaults not counted."""
+        if self.offload_optimizer is Tier.HOST:
+            return []
+        fields = type(self).model_fields
+        names = ("ratio", "schedule", "cpu_threads", "native_kernel")
+        return [name for name in names if name in self.model_fields_set and getattr(self, name) != fields[name].default]
+
 
 class EvalConfig(Section):
     sample_prompt: str | None = None
@@ -248,15 +269,6 @@ class ExportConfig(Section):
     save: bool = True
     """Write the model folder at the end of the run; false for benchmarks."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    @property
-    def keys_without_effect(self) -> list[str]:
-        """Keys given that say how the host tier works, where there is none; those at their defaults not counted."""
-        if self.offload_optimizer is Tier.HOST:
-            return []
-        fields = type(self).model_fields
-        names = ("ratio", "schedule", "cpu_threads", "native_kernel")
-        return [name for name in names if name in self.model_fields_set and getattr(self, name) != fields[name].default]
-
     """Dtype of the saved weights."""
     max_shard_size: str = "5GB"
     """Largest safetensors file, e.g. 500MB, 5GB (decimal units)."""
@@ -302,13 +314,9 @@ class Recipe(Section):
                 "engine.schedule: immediate steps before the gradient norm is known; set train.max_grad_norm to 0, or "
                 "choose speculative, deferred or auto"
             )
+        self._check_host_tier()
         return self
 
-    @property
-    def output_dir(self) -> Path:
-        """The run folder as a path."""
-        return Path(self.train.output_dir)
-        self._check_host_tier()
     def _check_host_tier(self) -> None:
         """Somebody who says how the host tier works and forgets to ask for it must hear of it; who asks for the device
         has decided (a recipe for the host with one word changed, to compare), and is told when the run starts."""
@@ -325,3 +333,7 @@ class Recipe(Section):
         """`train.run_name`, else the last part of `train.output_dir`."""
         return self.train.run_name or self.output_dir.absolute().name
 
+    @property
+    def output_dir(self) -> Path:
+        """The run folder as a path."""
+        return Path(self.train.output_dir)

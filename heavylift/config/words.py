@@ -83,7 +83,8 @@ def _words(annotation: Any, metadata: list[Any]) -> str:
     if get_origin(annotation) is tuple:
         parts = get_args(annotation)
         if parts[1:] == (Ellipsis,):
-            return "a list of texts"
+            is_choice = get_origin(parts[0]) is Literal
+            return f"a list of {_words(parts[0], []).removeprefix('one of ')}" if is_choice else "a list of texts"
         return f"a list of {len(parts)} values, each {_words(parts[0], [])}"
     if get_origin(annotation) is dict:
         return "a mapping"

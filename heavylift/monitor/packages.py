@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from importlib.util import find_spec
 from types import ModuleType
 
+from heavylift.config.packages import NEEDS, missing_package
 from heavylift.errors import UserError
-
-NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-"""Package (import name) that a kind of sink needs."""
-
-
-def missing_package(kind: str) -> str | None:
-    """The package to install for this kind of sink, None where there is nothing to install. Imports nothing."""
-    name = NEEDS.get(kind)
-    return name if name is not None and find_spec(name) is None else None
 
 
 def import_for(kind: str, module: str) -> ModuleType:

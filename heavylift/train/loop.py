@@ -21,6 +21,7 @@ from heavylift.config.schema import Tier
 from heavylift.data.batches import Batch
 from heavylift.data.report import report_lines
 from heavylift.engine import StepResult
+from heavylift.monitor.master import MonitorMaster
 from heavylift.train.flops import ModelShape, examples_flops, model_flops
 from heavylift.train.metrics import (
     EvalMetrics,
@@ -31,6 +32,7 @@ from heavylift.train.metrics import (
     read_metrics,
     step_line,
 )
+from heavylift.train.monitors import metrics_events, open_monitors
 from heavylift.train.plot import plot_loss
 from heavylift.train.progress import Progress, RunSummary, banner, end_summary
 from heavylift.train.schedules import build_scheduler
@@ -66,8 +68,10 @@ def train(run: Run) -> History:
         with ExitStack() as stack:
             writer = stack.enter_context(MetricsWriter(folder / "metrics.jsonl"))
             waits = stack.enter_context(MetricsWriter(folder / "waits.jsonl")) if _has_host_tier(run) else None
+            monitors = open_monitors(run.recipe)
+            stack.callback(monitors.close)
             progress = stack.enter_context(Progress(run.data.num_steps))
-            _steps(run, Reporter(writer, waits, progress, run.recipe.train.logging_steps, history))
+            _steps(run, Reporter(writer, waits, progress, monitors, run.recipe.train.logging_steps, history))
     else:
         _steps(run, None)
     finish(run, folder)
@@ -86,6 +90,7 @@ class Reporter:
     writer: MetricsWriter
     waits_writer: MetricsWriter | None
     progress: Progress
+    monitors: MonitorMaster
     logging_steps: int
     history: History
 
@@ -93,6 +98,7 @@ class Reporter:
         """One optimizer step is done."""
         self.writer.write(metrics)
         self.history.steps.append(metrics)
+        self.monitors.write_events(metrics_events(metrics))
         offload = ""
         if waits is not None and self.waits_writer is not None:
             self.waits_writer.write(waits)
@@ -105,6 +111,7 @@ class Reporter:
     def evaluation(self, metrics: EvalMetrics) -> None:
         """One evaluation is done."""
         self.writer.write(metrics)
+        self.monitors.write_events(metrics_events(metrics))
         self.progress.print(eval_line(metrics))
 
 
