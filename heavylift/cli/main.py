@@ -12,10 +12,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from heavylift.cli.launch import is_launch_line
 from heavylift.errors import EXIT_USER_ERROR, UserError
 from heavylift.launch.entry import leave
 from heavylift.launch.runner import started_elsewhere
@@ -149,6 +151,22 @@ def convert_config(
     _end(lambda: run_convert(config, model, dataset, output, world_size, output_dir), debug)
 
 
+class _LaunchCommand(TyperCommand):
+    """A command whose whole line is the launcher's: its flags are DeepSpeed's, and the script has flags of its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
+
+
+@app.command(cls=_LaunchCommand)
+def launch(ctx: typer.Context) -> None:
+    """Start a script on every GPU: heavylift launch --num_gpus 4 script.py ARGS (docs/launcher.md)"""
+    from heavylift.cli.launch import run_launch
+
+    _end(lambda: run_launch(ctx.args), debug=False)
+
+
 def _end(command: Callable[[], int], debug: bool) -> None:
     """Runs a command and leaves the process with its exit code."""
     try:
@@ -173,6 +191,8 @@ def show_problems(error: UserError) -> None:
 
 def run() -> None:
     """Entry point of the installed command."""
+    if is_launch_line(sys.argv[1:]):
+        sys.argv.insert(1, "launch")
     try:
         app()
     except SystemExit as end:

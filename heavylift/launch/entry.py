@@ -1,20 +1,39 @@
-"""First code of every worker process: `python -m heavylift.launch.entry MODULE ARGS...` runs MODULE as `-m` would.
+"""First code of every worker: `python -m heavylift.launch.entry [--local-rank] KIND TARGET ARGS...`.
 
-Asks the kernel to end this worker when the launcher dies, however that dies (kill -9 gives it no chance to clean up,
-and orphans would hold the GPUs). A Ctrl-C that reaches a worker ends it without a traceback.
+KIND is `script` (as `python FILE`), `module` (as `python -m`, the working folder can be imported from), `worker` (a
+module of ours, that folder left out) or `program` (anything executable, which replaces this process). `--local-rank`
+puts `--local_rank=N` before ARGS, as scripts made for DeepSpeed expect.
+
+Before that: asks the kernel to end this worker when the launcher dies, however that dies (kill -9 gives it no chance
+to clean up, and orphans would hold the GPUs), sends the output where the launcher wants it, binds to cores. A Ctrl-C
+that reaches a worker ends it without a traceback.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import os
 import runpy
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
 from typing import NoReturn
 
+from heavylift.launch.binding import bind_process, num_memory_nodes, place_of_rank
+from heavylift.launch.quota import BIND_VARIABLE, PLACES_VARIABLE
+from heavylift.launch.rank_output import worker_redirect
+
 PARENT_VARIABLE = "HEAVYLIFT_LAUNCHER_PID"
+FAILURES_VARIABLE = "HEAVYLIFT_FAILURES"
+"""Folder for `failed.LOCAL_RANK`: when the worker raised, in nanoseconds since 1970."""
+AS_DEEPSPEED_VARIABLE = "HEAVYLIFT_AS_DEEPSPEED"
+"""1: `import deepspeed` finds heavylift."""
+LOCAL_RANK_FLAG = "--local-rank"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -35,24 +54,108 @@ def leave(code: int) -> NoReturn:
     called without an active exception", about one run in twenty): a finished run would be told as a failed one.
     """
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     os._exit(code)
 
 
+def leave_script(code: int) -> NoReturn:
+    """As `leave`, after what a script may rely on: its threads are waited for, `atexit` functions run."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # closed by the script, or nobody reads any more
+            pass
+
+
+def bind_if_told() -> None:
+    """This rank's cores, and as many threads, where the launcher has divided them; before a library starts threads."""
+    if PLACES_VARIABLE not in os.environ:
+        return
+    local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    place = place_of_rank(local_rank, local_world_size)
+    os.environ.setdefault("OMP_NUM_THREADS", str(place.num_threads))
+    if os.environ.get(BIND_VARIABLE) != "1":
+        return
+    for trouble in bind_process(place, num_memory_nodes()):
+        if local_rank == 0:
+            print(f"note: {trouble}", file=sys.stderr, flush=True)
+
+
 def main() -> None:
-    """Run the module named by the first argument with the rest as its arguments."""
+    """Runs what the arguments name and leaves with its exit code."""
     die_with_launcher()
-    del sys.argv[0]
+    worker_redirect()
+    bind_if_told()
+    arguments = sys.argv[1:]
+    with_local_rank = arguments[0] == LOCAL_RANK_FLAG
+    kind, target, *rest = arguments[with_local_rank:]
+    if with_local_rank:
+        rest.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
+    if kind == "program":
+        _replace_process(target, rest)
+    if os.environ.get(AS_DEEPSPEED_VARIABLE, "0") not in ("", "0"):
+        from heavylift.compat import install
+
+        install()
+    sys.argv = [target, *rest]
+    if kind in ("module", "worker"):
+        if kind == "module":
+            sys.path.insert(0, os.getcwd())
+        _run(lambda: runpy.run_module(target, run_name="__main__", alter_sys=True))
+    assert kind == "script", kind
+    sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
+    _run(lambda: runpy.run_path(target, run_name="__main__"))
+
+
+def _replace_process(program: str, arguments: list[str]) -> NoReturn:
     try:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        os.execvp(program, [program, *arguments])
+    except OSError as error:
+        print(f"error: {program}: cannot be run: {error.strerror}", file=sys.stderr)
+        os._exit(126)
+
+
+def _run(code: Callable[[], object]) -> NoReturn:
+    """Runs a script and leaves as Python would after it."""
+    try:
+        code()
     except KeyboardInterrupt:
-        leave(128 + signal.SIGINT)
+        leave_script(128 + signal.SIGINT)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
-            leave(end.code or 0)
-        raise
-    leave(0)
+            if end.code:
+                _note_failure()
+            leave_script(end.code or 0)
+        print(end.code, file=sys.stderr)
+        _note_failure()
+        leave_script(1)
+    except BaseException as error:
+        _note_failure()
+        # the hook may be the script's own (loggers mark a run as crashed with it)
+        sys.excepthook(type(error), error, _scripts_own(error.__traceback__))
+        leave_script(1)
+    leave_script(0)
+
+
+def _scripts_own(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of this file and of runpy above the script's first."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
+        trace = trace.tb_next
+    return trace
+
+
+def _note_failure() -> None:
+    """Tells the launcher when this rank failed: which failure came first shows in no exit code."""
+    if (folder := os.environ.get(FAILURES_VARIABLE)) is not None and os.path.isdir(folder):
+        with open(f"{folder}/failed.{os.environ['LOCAL_RANK']}", "w", encoding="ascii") as file:
+            file.write(str(time.time_ns()))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Starts the worker processes of one machine through torch's elastic launcher, and turns their end into an exit code.
 
-Workers are separate Python processes with RANK, WORLD_SIZE, LOCAL_RANK and a rendezvous on localhost, as under
-torchrun. When one dies the others are ended. Under torchrun itself (these variables set) nothing is started: see
-`started_elsewhere` and `run_here`. Left out: several machines (use torchrun there), restarts.
+Workers are separate Python processes with RANK, WORLD_SIZE, LOCAL_RANK and a rendezvous, as under torchrun. When one
+dies the others are ended. `heavylift train` uses `launch_workers`, `heavylift launch` `run_node`. Under torchrun
+itself (these variables set) nothing is started: see `started_elsewhere` and `run_here`. Left out: restarts, and
+starting the other machines (`multinode.py`).
 """
 
 from __future__ import annotations
@@ -13,21 +14,54 @@ import runpy
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from heavylift.errors import EXIT_USER_ERROR
-from heavylift.launch.cores import threads_per_rank
-from heavylift.launch.entry import PARENT_VARIABLE
+from heavylift.errors import UserError
+from heavylift.launch.binding import binding_environment, machine_places
+from heavylift.launch.devices import gpu_pci_ids
+from heavylift.launch.entry import FAILURES_VARIABLE, PARENT_VARIABLE
+from heavylift.launch.oom import read_oom_count
+from heavylift.launch.rank_output import LOG_VARIABLE, PIPES_VARIABLE, RankStderr, end_of_file, last_lines, log_file
+from heavylift.launch.report import SHUTDOWN_S, RankFailure, first_cause, report, with_told_times
+from heavylift.launch.resctrl import partitions_from_environment
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
+__all__ = ["NodeRun", "first_cause", "launch_workers", "run_here", "run_node", "started_elsewhere"]
+
 WORKER_MODULE = "heavylift.train.worker"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# how long workers may take to end on SIGTERM before SIGKILL
-_SHUTDOWN_S = "10"
+_TAIL_LINES = 15
+
+
+@dataclass(frozen=True)
+class NodeRun:
+    """What this machine has to start."""
+
+    num_ranks: int
+    """Workers on this machine."""
+    entry: tuple[str, ...]
+    """Arguments of `heavylift.launch.entry`."""
+    node_rank: int = 0
+    num_nodes: int = 1
+    world_size: int | None = None
+    """Ranks of all machines, None where only this machine's are known."""
+    master_addr: str | None = None
+    """Of node 0; None: this is the only machine."""
+    master_port: int | None = None
+    """None: any free one."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables for the workers, beside those of the launcher."""
+    show_tail: bool = True
+    """Whether the end of the failed rank's stderr is shown."""
+    quiet_end: bool = False
+    """Whether somebody else tells of a signal that ended the run."""
 
 
 def started_elsewhere() -> bool:
@@ -51,51 +85,126 @@ def run_here(args: Sequence[str], module: str = WORKER_MODULE) -> int:
 def launch_workers(nproc: int, args: Sequence[str], module: str = WORKER_MODULE) -> int:
     """Runs `python -m MODULE ARGS...` in `nproc` processes and waits for all of them.
 
-    Returns 0, or the exit code of the worker that failed first: its own, 128 + n if signal n ended it (named on
-    stderr). A SIGTERM, SIGHUP or Ctrl-C to this process ends all workers and returns 128 + n too. Must be called
-    from the main thread (signal handlers).
+    Where the GPUs' places are known, each process is bound to the cores beside its GPU. Returns 0, or the exit code of
+    the worker that failed first: its own, 128 + n if signal n ended it (named on stderr). A SIGTERM, SIGHUP or Ctrl-C
+    to this process ends all workers and returns 128 + n too. Must be called from the main thread (signal handlers).
     """
     assert nproc >= 1, nproc
+    gpus = gpu_pci_ids()
+    places = machine_places(nproc, pci_ids=gpus)
+    environment = binding_environment(places, bind=len(gpus) >= nproc)
+    run = NodeRun(nproc, ("worker", module, *args), environment=environment, show_tail=False)
+    with partitions_from_environment():
+        return run_node(run)
+
+
+def run_node(run: NodeRun, root: Path = Path("/")) -> int:
+    """Starts this machine's workers and waits for them. Returns the exit code as `launch_workers` does.
+
+    `root`: where /proc and /sys are found (counters of kills for memory). Raises UserError when the rendezvous with
+    the other machines fails.
+    """
+    from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     _quiet_elastic()
-    # a worker that has fewer threads than cores is slow, one that has more fights with its neighbours
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(nproc)))
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_S)
-    command = ["-P", "-u", "-m", "heavylift.launch.entry", module, *args]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    with tempfile.TemporaryDirectory(prefix="heavylift-launch-") as folder:
+    command = ["-P", "-u", "-m", "heavylift.launch.entry", *run.entry]
+    before = read_oom_count(root)
+    with tempfile.TemporaryDirectory(prefix="heavylift-launch-") as folder, _signals_restored():
+        # a rank's log file holds all that it says
+        piped = run.show_tail and LOG_VARIABLE not in run.environment
+        variables = {
+            **run.environment,
+            PARENT_VARIABLE: str(os.getpid()),
+            FAILURES_VARIABLE: folder,
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S)),
+            **({PIPES_VARIABLE: folder} if piped else {}),
+        }
+        stderr = RankStderr(folder, run.num_ranks) if piped else None
         try:
-            elastic_launch(_launch_config(nproc, folder), sys.executable)(*command)
+            with _environment(variables), stderr or nullcontext():
+                elastic_launch(_launch_config(run, folder), sys.executable)(*command)
         except ChildFailedError as failed:
-            return _report(failed.failures, nproc)
+            failures = with_told_times(_failures(failed.failures), Path(folder))
+            world_size = run.world_size or run.num_ranks
+            oom = (before, read_oom_count(root))
+            if not run.show_tail:
+                return report(failures, world_size, oom, None)
+            return report(failures, world_size, oom, lambda failure: _tail(run, stderr, failure))
         except SignalException as ended:
-            print(f"ended by {ended.sigval.name}; the workers are stopped", file=sys.stderr)
+            if not run.quiet_end:
+                print(f"ended by {ended.sigval.name}; the workers are stopped", file=sys.stderr)
             return 128 + ended.sigval
+        except (DistNetworkError, DistStoreError) as error:
+            where = f"{run.master_addr}:{run.master_port}"
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"node {run.node_rank} of {run.num_nodes}: no rendezvous at {where}: {reason}; check --master_addr and "
+                "--master_port, and that every node was started"
+            ) from None
         except KeyboardInterrupt:  # before torch set its handlers
             return 128 + signal.SIGINT
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
     return 0
 
 
-def _launch_config(nproc: int, log_folder: str) -> LaunchConfig:
+def _tail(run: NodeRun, stderr: RankStderr | None, failure: RankFailure) -> list[str]:
+    if stderr is not None:
+        return last_lines(stderr.end(failure.local_rank), _TAIL_LINES)
+    return last_lines(end_of_file(log_file(run.environment[LOG_VARIABLE], failure.rank)), _TAIL_LINES)
+
+
+def _failures(failures: dict[int, ProcessFailure]) -> list[RankFailure]:
+    return [
+        RankFailure(rank, failure.local_rank, failure.exitcode, float(failure.timestamp))
+        for rank, failure in failures.items()
+    ]
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets environment variables, which workers inherit, and puts the old ones back."""
+    old = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """Puts back the signal handlers that torch's agent replaces."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _launch_config(run: NodeRun, log_folder: str) -> LaunchConfig:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
+    alone = run.num_nodes == 1 and run.master_port is None
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=f"heavylift-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",  # port 0: any free one
+        min_nodes=run.num_nodes,
+        max_nodes=run.num_nodes,
+        nproc_per_node=run.num_ranks,
+        # the same on every node: the nodes meet under this name
+        run_id=f"heavylift-{os.getpid()}" if alone else "heavylift",
+        rdzv_backend="c10d" if alone else "static",
+        # port 0: any free one
+        rdzv_endpoint="127.0.0.1:0" if alone else f"{run.master_addr or '127.0.0.1'}:{run.master_port}",
+        rdzv_configs={} if alone else {"rank": run.node_rank},
         # the address given to workers; by default the host's name, which often does not resolve
-        local_addr="127.0.0.1",
+        local_addr="127.0.0.1" if alone else None,
         max_restarts=0,
         monitor_interval=0.1,
         start_method="spawn",
@@ -111,34 +220,3 @@ def _quiet_elastic() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-
-
-def _report(failures: dict[int, ProcessFailure], nproc: int) -> int:
-    """The exit code of the run; says which rank was killed or failed."""
-    rank, code = first_cause([(rank, failure.exitcode, failure.timestamp) for rank, failure in failures.items()])
-    if code < 0:
-        name = signal.Signals(-code).name if -code in {int(s) for s in signal.Signals} else f"signal {-code}"
-        hint = ": out of memory?" if -code == signal.SIGKILL else ""
-        print(f"error: rank {rank} of {nproc} was killed ({name}){hint}", file=sys.stderr)
-        return 128 - code
-    if code != EXIT_USER_ERROR:
-        print(f"error: rank {rank} of {nproc} failed with exit code {code}; its message is above", file=sys.stderr)
-    return code
-
-
-def first_cause(exits: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
-    """Of (rank, exit code, Unix seconds) in the order seen, the (rank, exit code) that explains the others.
-
-    Negative codes are signals, as in `subprocess`. A killed rank makes its peers fail by a lost connection, and so
-    does one that stops on a user error. SIGTERM, and a SIGKILL that comes later, are the launcher's own way of
-    ending the peers.
-    """
-    start = min(seconds for _, _, seconds in exits)
-
-    def order(one: tuple[int, int, int]) -> tuple[bool, bool, bool]:
-        _, code, seconds = one
-        ended_by_us = code == -signal.SIGTERM or (code == -signal.SIGKILL and seconds > start + int(_SHUTDOWN_S) // 2)
-        return ended_by_us, code >= 0, code != EXIT_USER_ERROR
-
-    rank, code, _ = min(exits, key=order)  # the first of equals
-    return rank, code

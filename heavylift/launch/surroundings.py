@@ -1,0 +1,97 @@
+"""What started us, told by environment variables: nothing, torchrun, srun, or a pod of Kubernetes.
+
+Two kinds of answer: this process is one *rank* already (torchrun; srun with a task per GPU), or it is to start the
+ranks of one *node* (srun with a task per node; the variables of Kubernetes' training operator).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from heavylift.errors import UserError
+from heavylift.launch.slurm import job_nodes, job_port
+
+_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process is one rank; the variables that it needs, complete."""
+
+    who: str
+    variables: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Node:
+    """This process starts the ranks of one node."""
+
+    who: str
+    node_rank: int
+    num_nodes: int
+    master_addr: str
+    master_port: int
+
+
+def surroundings(environment: Mapping[str, str] = os.environ) -> Rank | Node | None:
+    """Who started this process, None if it stands alone. Raises UserError for variables that are not numbers."""
+    if all(name in environment for name in _RANK):
+        variables = {name: environment[name] for name in _RANK}
+        variables["LOCAL_WORLD_SIZE"] = environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])
+        return Rank("torchrun", variables)
+    if int(environment.get("SLURM_STEP_NUM_TASKS", "1") or 1) > 1 and "SLURM_PROCID" in environment:
+        return _slurm_step(environment)
+    if "PET_NNODES" in environment and "PET_NODE_RANK" in environment:
+        names = ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+        return _node("Kubernetes (PET_*)", environment, *names)
+    if "RANK" in environment and "WORLD_SIZE" in environment and "MASTER_ADDR" in environment:
+        # the operator's older form: one RANK per pod
+        return _node("Kubernetes (RANK)", environment, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return None
+
+
+def _slurm_step(environment: Mapping[str, str]) -> Rank | Node:
+    nodes = job_nodes(environment)
+    addr = environment.get("MASTER_ADDR", nodes[0])
+    port = environment.get("MASTER_PORT", str(job_port(environment)))
+    num_tasks = _number(environment, "SLURM_STEP_NUM_TASKS")
+    if num_tasks == len(nodes):
+        return Node("srun", _number(environment, "SLURM_NODEID"), len(nodes), addr, int(port))
+    local_world_size = _tasks_here(environment, _number(environment, "SLURM_NODEID"))
+    variables = {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": str(num_tasks),
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "MASTER_ADDR": addr,
+        "MASTER_PORT": port,
+    }
+    return Rank("srun", variables)
+
+
+def _tasks_here(environment: Mapping[str, str], node: int) -> int:
+    """Tasks of this step on its node number `node`, from `4(x2),1`: 4, 4, 1."""
+    counts: list[int] = []
+    for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts[node]
+
+
+def _node(who: str, environment: Mapping[str, str], rank: str, count: str, addr: str, port: str) -> Node | None:
+    num_nodes = _number(environment, count)
+    if num_nodes == 1:
+        return None
+    if not environment.get(addr):
+        raise UserError(f"{who}: {count}={num_nodes}, but {addr} is not set; set it to the first node's address")
+    node_port = _number(environment, port) if port in environment else 29500
+    return Node(who, _number(environment, rank), num_nodes, environment[addr], node_port)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name, "")
+    if not value.isdecimal():
+        raise UserError(f"environment variable {name}: expected a number, got {value!r}")
+    return int(value)
