@@ -228,7 +228,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from heavylift.config.recipe import load_recipe
 from heavylift.models.load import build_on_meta, load_hf_config
 from heavylift.sharding import make_mesh, shard_model
-from heavylift.train.setup import plan_memory, tiered_options
+from heavylift.train.setup import plan_memory, prepare_head, tiered_options, workload
 
 for path in sys.argv[1:]:
     recipe = load_recipe(path)
@@ -236,11 +236,13 @@ for path in sys.argv[1:]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=int(world))
     hf_config = load_hf_config(Path(recipe.model.model_name_or_path), False)
     model = build_on_meta(hf_config, recipe.model, torch.bfloat16)
+    prepare_head(model, recipe.train, 0)
     sharded = shard_model(model, recipe.engine.zero_stage, make_mesh(recipe.engine.zero_stage, "cpu"))
     options = tiered_options(recipe, [0])
-    plan = plan_memory(sharded, options, torch.bfloat16)
+    work = workload(recipe, recipe.data.cutoff_len, model, torch.device("cuda"))
+    plan = plan_memory(sharded, options, torch.bfloat16, hf_config, work)
     host_gib = plan.host_bytes * int(world) / 2**30
-    print(f"# plan: {world} processes: {plan.device_bytes / 2**30:.1f} GiB on each GPU before activations, "
+    print(f"# plan: {world} processes: {plan.device_bytes / 2**30:.1f} GiB on each GPU at the peak, "
           f"{host_gib:.0f} GiB of host memory on the machine")
     dist.destroy_process_group()
 """
