@@ -37,6 +37,25 @@ from heavylift.api.shards import own_part, whole_value
 from heavylift.errors import UserError
 
 
+class WholeParameter(torch.Tensor):
+    """What a DTensor parameter is while it is gathered: a plain tensor, that `isinstance` takes for an `nn.Parameter`.
+
+    Python lets an object change its class only to one with the same slots, so DTensor's are here, empty.
+    """
+
+    __slots__ = tuple(DTensor.__slots__)  # type: ignore[attr-defined]
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def of(whole: torch.Tensor, requires_grad: bool) -> WholeParameter:
+        """`whole` as such a parameter, the same memory."""
+        made = torch.Tensor._make_subclass(WholeParameter, whole, requires_grad)
+        made._is_param = True
+        for slot in WholeParameter.__slots__:
+            setattr(made, slot, None)
+        return made
+
+
 class GatheredParameters:
     """Context in which `params` (one, several, or all of a module) are whole.
 
@@ -114,7 +133,7 @@ def _make_whole(param: nn.Parameter) -> nn.Parameter:
     states = states_of(param)
     if states is not None:
         states.group.gate.wait()  # its updated shard may still be under way
-    holder = nn.Parameter(whole_value(param), requires_grad=param.requires_grad)
+    holder: Any = WholeParameter.of(whole_value(param), param.requires_grad)
     holder.__dict__.update({name: value for name, value in param.__dict__.items() if name.startswith("ds_")})
     torch.utils.swap_tensors(param, holder)
     if "ds_id" in param.__dict__:

@@ -101,22 +101,31 @@ def close_discarding(params: Iterable[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def close_from(params: Iterable[nn.Parameter], source_rank: int, dtype: torch.dtype | None = None) -> None:
-    """Shards become what the parameters are on `source_rank`, in `dtype` if given. A collective for each."""
+def close_from(params: Iterable[nn.Parameter], source_rank: int) -> None:
+    """Shards become what the parameters are on `source_rank`. A collective for each."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for param in params:
         partition = find_partition(param)
         assert partition is not None and partition.is_open, f"{param.shape=} is not open"
         whole = param.detach()
         partition.shape = whole.shape
-        if dtype is not None and whole.is_floating_point():
-            whole = whole.to(dtype)
         numel_per_rank = -(-whole.numel() // world_size)
         padded = whole.new_zeros(numel_per_rank * world_size)
         padded[: whole.numel()] = whole.reshape(-1)
         dist.broadcast(padded, src=source_rank)
         partition.shard = padded[rank * numel_per_rank : (rank + 1) * numel_per_rank].clone()
         _empty(param, partition)
+
+
+@torch.no_grad()
+def cast(params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Rounds floating-point parameters, open or closed, to `dtype`."""
+    for param in params:
+        partition = find_partition(param)
+        if partition is not None and partition.shard is not None and param.is_floating_point():
+            partition.shard = partition.shard.to(dtype)
+        if param.is_floating_point():
+            param.data = param.data.to(dtype)
 
 
 def forget(params: Iterable[nn.Parameter]) -> None:

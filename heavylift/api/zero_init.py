@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from heavylift.api.distributed import init_distributed
-from heavylift.api.partition import Partition, close_from, find_partition, open_whole, track
+from heavylift.api.partition import cast, close_from, find_partition, open_whole, track
 from heavylift.errors import UserError
 
 OPEN_BYTES = 2**30
@@ -74,6 +74,7 @@ class Init:
         self._open: OrderedDict[int, nn.Parameter] = OrderedDict()
         """Whole parameters, oldest first, by id."""
         self._open_bytes = 0
+        self._taken: list[nn.Parameter] = []
         self._patched: list[tuple[str, Any]] = []
         self._is_outermost = False
         if enabled and not dist.is_initialized():
@@ -118,6 +119,9 @@ class Init:
         self._patched.clear()
         if kind is None:
             self._close(list(self._open.values()))
+            if self._dtype is not None:  # not earlier: what is drawn in another dtype are other numbers
+                cast(self._taken, self._dtype)
+        self._taken.clear()
 
     def _patch(self, name: str, make: Callable[[Any], Any]) -> None:
         original = nn.Module.__dict__[name]
@@ -132,6 +136,7 @@ class Init:
             return
         if find_partition(param) is None:
             track(param)
+            self._taken.append(param)
         self._hold(param)
 
     def _hold(self, param: nn.Parameter) -> None:
@@ -152,13 +157,7 @@ class Init:
             self._open.pop(id(param))
             self._open_bytes -= param.nbytes
         if dist.get_world_size() > 1:
-            close_from(params, 0, self._dtype)
-            return
-        for param in params:
-            if self._dtype is not None and param.is_floating_point():
-                param.data = param.data.to(self._dtype)
-            partition: Partition | None = find_partition(param)
-            assert partition is not None and partition.is_open, "alone, a parameter stays whole"
+            close_from(params, 0)
 
 
 # ---- what nn.Module does while a context is active -------------------------------------------------------------------
