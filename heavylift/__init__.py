@@ -1,0 +1,47 @@
+"""heavylift: trains models that do not fit. `heavylift.initialize(...)` returns an engine; see docs/deepspeed.md.
+
+The public names are looked up when they are first used: the command line imports this package, and must answer before
+torch could have been imported.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Engine": "heavylift.api.engine",
+    "DeepSpeedEngine": "heavylift.api.engine:Engine",
+    "UserError": "heavylift.errors",
+    "DeepSpeedConfigError": "heavylift.errors:UserError",
+    "add_config_arguments": "heavylift.api.arguments",
+    "init_distributed": "heavylift.api.distributed",
+    "initialize": "heavylift.api.initialize",
+}
+"""Public name -> module, or module:name where it has another name there."""
+
+__all__ = [
+    "DeepSpeedConfigError",
+    "DeepSpeedEngine",
+    "Engine",
+    "UserError",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, other = home.partition(":")
+    value = getattr(import_module(module), other or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

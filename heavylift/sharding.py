@@ -13,6 +13,7 @@ weights must stay in one group (torch 2.13 raises, 2.11 silently unties them), s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,8 +70,17 @@ def make_mesh(stage: int, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
 
 
-def shard_model(model: nn.Module, stage: int, mesh: DeviceMesh) -> ShardedModel:
+def shard_model(
+    model: nn.Module,
+    stage: int,
+    mesh: DeviceMesh,
+    layers: Sequence[nn.Module] | None = None,
+    before_group: Callable[[list[tuple[str, nn.Parameter]]], None] | None = None,
+) -> ShardedModel:
     """Applies `fully_shard` group by group. Parameters may still be on the meta device.
+
+    `layers`: the blocks that are gathered one by one; None: those of `layers_of`, and embedding and head; empty: the
+    whole model is one group. `before_group` gets the named parameters of each group, whole, just before it is sharded.
 
     Gradients are summed over ranks in float32, not averaged: the loss is already divided by the number of trained
     tokens of the whole step.
@@ -78,16 +88,18 @@ def shard_model(model: nn.Module, stage: int, mesh: DeviceMesh) -> ShardedModel:
     assert stage in (0, 1, 2, 3), f"{stage=}"
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     names = {module: name for name, module in model.named_modules()}
-    modules = [*layers_of(model), *_separate_ends(model)]
+    modules = [*layers_of(model), *_separate_ends(model)] if layers is None else list(layers)
     groups: list[GatherGroup] = []
     owned: set[nn.Parameter] = set()
     for module in [*modules, model]:
+        prefix = names[module] + "." if names[module] else ""
+        if before_group is not None:
+            before_group([(prefix + name, p) for name, p in module.named_parameters() if p not in owned])
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=stage == 3 and module is not model)
         assert isinstance(module, FSDPModule)
         # a plain sum on every back end: with a factor, NCCL multiplies before adding, and gloo has no average
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        prefix = names[module] + "." if names[module] else ""
         params = tuple((prefix + name, p) for name, p in module.named_parameters() if p not in owned)
         owned.update(p for _, p in params)
         groups.append(GatherGroup(names[module] or "root", module, params))

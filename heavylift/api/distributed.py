@@ -1,0 +1,164 @@
+"""Where this process stands, and the process group: under a launcher, torchrun, MPI, srun, or as a single process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from heavylift.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# (rank, world size, local rank, local world size) as other launchers name them
+_FOREIGN = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+
+    @classmethod
+    def here(cls) -> Ranks:
+        """From the process group where there is one, else from the launcher's variables; alone without any."""
+        if dist.is_available() and dist.is_initialized():
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        else:
+            rank, world_size = _from_env("RANK", 0), _from_env("WORLD_SIZE", 1)
+        local_world_size = min(_from_env("LOCAL_WORLD_SIZE", world_size), world_size)
+        local_rank = _from_env("LOCAL_RANK", rank % local_world_size)
+        return cls(rank, world_size, local_rank, local_world_size, _device(local_rank))
+
+
+def _from_env(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None or text == "":
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"environment: {name} should be a number, got {text!r}") from None
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"local rank {local_rank}: {torch.cuda.device_count()} GPUs are visible; start at most one process per GPU"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Starts torch.distributed unless it runs already: gloo on CPUs; on GPUs NCCL with gloo beside it.
+
+    Ranks come from `rank` and `world_size`, from the variables of torchrun or our launcher, or (with
+    `auto_mpi_discovery`) from those of mpirun or srun; a process without any is a world of one. `dist_init_required`
+    false: a running process group is expected, else UserError. `config` is accepted for compatibility and has no
+    effect.
+    """
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise UserError("init_distributed: dist_init_required is false, but torch.distributed is not initialised")
+    if rank >= 0 and world_size > 0:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    if auto_mpi_discovery:
+        discover_ranks()
+    alone = "WORLD_SIZE" not in os.environ and init_method is None
+    if not alone:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        _check_env(init_method)
+    ranks = Ranks.here()
+    backend = dist_backend or ("cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo")
+    if backend == "nccl" and ranks.device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"  # objects and offloaded states are exchanged on the CPU
+    more: dict[str, Any] = {"timeout": timeout}
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+        more["device_id"] = ranks.device
+    if alone:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **more)
+    elif init_method is not None:
+        dist.init_process_group(backend, init_method, rank=ranks.rank, world_size=ranks.world_size, **more)
+    else:
+        dist.init_process_group(backend, **more)
+    if verbose and ranks.rank == 0:
+        logger.info("torch.distributed: %d ranks, %s", ranks.world_size, backend)
+
+
+def discover_ranks() -> None:
+    """Sets torchrun's variables from those of mpirun or srun where only those are there."""
+    if "WORLD_SIZE" in os.environ:
+        return
+    for rank, world_size, local_rank, local_world_size in _FOREIGN:
+        if rank in os.environ and world_size in os.environ and os.environ[world_size] != "1":
+            os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ[rank], os.environ[world_size]
+            for ours, theirs in (("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_world_size)):
+                if os.environ.get(theirs, "").isdigit():
+                    os.environ.setdefault(ours, os.environ[theirs])
+            return
+
+
+def _check_env(init_method: str | None) -> None:
+    missing = [name for name in _NEEDED if name not in os.environ]
+    if missing and init_method is None:
+        raise UserError(
+            f"environment: WORLD_SIZE is set, but {', '.join(missing)} is not; start the script with "
+            "`heavylift launch` or torchrun, or unset WORLD_SIZE for a single process"
+        )
+
+
+def broadcast_from_first(tensor: torch.Tensor, device: torch.device) -> None:
+    """Overwrites `tensor`, on whatever device, with rank 0's values. A collective."""
+    if dist.get_world_size() == 1:
+        return
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu" and not _reaches("cpu"):
+        staged = tensor.to(device)
+        dist.broadcast(staged, src=0)
+        tensor.copy_(staged)
+    elif tensor.is_contiguous():
+        dist.broadcast(tensor, src=0)
+    else:
+        whole = tensor.contiguous()
+        dist.broadcast(whole, src=0)
+        tensor.copy_(whole)
+
+
+def flags_device(device: torch.device) -> torch.device:
+    """Where small tensors are exchanged: the CPU where the process group reaches it, else the accelerator."""
+    return torch.device("cpu") if _reaches("cpu") else device
+
+
+def _reaches(device_type: str) -> bool:
+    return device_type in dist.get_backend_config()

@@ -1,0 +1,116 @@
+"""What an engine holds, and how it forwards to the module: the base of its aspects (`engine_*.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from heavylift.api.dataloader import EngineDataLoader
+from heavylift.api.distributed import Ranks
+from heavylift.api.loss_scale import LossScaler
+from heavylift.api.presence import GradientPresence
+from heavylift.api.torch_step import TorchStep
+from heavylift.config.deepspeed.settings import Precision, Settings
+from heavylift.errors import UserError
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.sharding import ShardedModel
+
+StepOptimizer = TieredAdamW | TorchStep
+
+
+class EngineState(nn.Module):
+    """The model and everything around it. `module` is the user's model, sharded in place."""
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        optimizer: StepOptimizer | None,
+        lr_scheduler: Any,
+        settings: Settings,
+        ranks: Ranks,
+    ) -> None:
+        super().__init__()
+        self.module = sharded.module
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.settings = settings
+        self.loss_scaler = LossScaler(settings.loss_scale)
+        self.training_dataloader: EngineDataLoader | None = None
+        self.device = ranks.device
+        self.global_rank = ranks.rank
+        self.local_rank = ranks.local_rank
+        self.world_size = ranks.world_size
+        self.global_steps = 0
+        """Optimizer steps, skipped ones included."""
+        self.global_samples = 0
+        """Rows of those steps, all ranks."""
+        self.micro_steps = 0
+        """Calls of step(), on the boundary or not."""
+        self.skipped_steps = 0
+        """Optimizer steps that were skipped because a gradient was not finite."""
+        self._sharded = sharded
+        self._ranks = ranks
+        self._batch = settings.batch
+        self._presence = GradientPresence(sharded, ranks.device)
+        # whoever reads the weights reads them whole: the last step may still be on its way from the host
+        self._read_hook = self.module.register_state_dict_pre_hook(lambda *_: self.settle())
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine does not have, the module may."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+        try:
+            return getattr(module, name)
+        except AttributeError:
+            raise AttributeError(f"neither the engine nor its module ({type(module).__name__}) has {name!r}") from None
+
+    def settle(self) -> None:
+        """Every parameter of the module is its shard again, with the last step's value."""
+        self._sharded.reshard()
+        if self.optimizer is not None:
+            self.optimizer.synchronize()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's own names, as DTensors: this rank holds their shards."""
+        self.optimizer_settle()
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def optimizer_settle(self) -> None:
+        """Waits for a step under way, and leaves gathered parameters gathered."""
+        if self.optimizer is not None:
+            self.optimizer.synchronize()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The module's, as DTensors; see `module_state_dict`."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def needs_optimizer(self, what: str) -> StepOptimizer:
+        """The optimizer. Raises UserError where there is none."""
+        if self.optimizer is None:
+            raise UserError(
+                f"{what}: there is no optimizer; add an `optimizer` block to the configuration, or pass one to "
+                "initialize()"
+            )
+        return self.optimizer
+
+    @property
+    def precision(self) -> Precision:
+        """Dtype of the parameters."""
+        return self.settings.precision
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """Of torch.autocast around forward; None without."""
+        autocast = self.settings.autocast
+        if autocast is None:
+            return None
+        return torch.bfloat16 if autocast.dtype is Precision.BF16 else torch.float16

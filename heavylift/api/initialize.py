@@ -1,0 +1,177 @@
+"""`initialize`: a script's model, optimizer, data and configuration -> an engine that trains, sharded and offloaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from heavylift.api.arguments import find_config
+from heavylift.api.dataloader import EngineDataLoader
+from heavylift.api.distributed import Ranks, discover_ranks, init_distributed
+from heavylift.api.engine import Engine
+from heavylift.api.optimizer_choice import OptimizerChoice, choose_optimizer
+from heavylift.api.owners import register_optimizer
+from heavylift.api.prepare import PreparedModel, check_model, prepare_model
+from heavylift.api.torch_step import TorchStep
+from heavylift.config.deepspeed.settings import Settings
+from heavylift.config.schema import Schedule, Tier
+from heavylift.errors import UserError
+from heavylift.launch.cores import split_cores
+from heavylift.offload.groups import make_group
+from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.sharding import ShardedModel
+
+__all__ = ["init_distributed", "initialize"]
+
+logger = logging.getLogger(__name__)
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, torch.optim.Optimizer | None, EngineDataLoader | None, Any]:
+    """Returns (engine, optimizer, dataloader, lr_scheduler), None for what the script and configuration do not ask for.
+
+    `config` (or `config_params`, or `args.deepspeed_config`): a dict, the path of a ds_config.json, base64 of one, or a
+    `Settings`. `model`: any `nn.Module`, with the same structure on every rank; rank 0's values are taken. `optimizer`
+    and `lr_scheduler` may be objects or functions (of the parameters; of the optimizer) and come before those of the
+    configuration. `model_parameters`: what the configured optimizer trains, parameters or groups with their own lr and
+    weight_decay; default: all that have requires_grad. `training_data`: a dataset, for the dataloader.
+
+    A collective: every rank calls it, under `heavylift launch`, torchrun, mpirun or srun, or a single process on its
+    own. Raises UserError for what cannot be done as asked.
+    """
+    _refuse_parallelism(mpu, mesh_param)
+    module = check_model(model)
+    discover_ranks()
+    settings = _read_settings(find_config(args, config, config_params))
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    ranks = Ranks.here()
+    choice = choose_optimizer(module, optimizer, model_parameters, settings)
+    names = [] if choice is None else choice.remember_names(module)
+    if choice is not None:
+        _freeze_the_rest(module, {name for group in names for name in group}, ranks)
+    prepared = prepare_model(module, settings, ranks.device)
+    step_optimizer = None
+    if choice is not None:
+        choice.follow(module, names)
+        step_optimizer = build_optimizer(choice, prepared, settings, ranks)
+        register_optimizer(step_optimizer)
+    scheduler = _make_scheduler(lr_scheduler, settings, step_optimizer)
+    engine = Engine(prepared.sharded, step_optimizer, scheduler, settings, ranks)
+    loader = None
+    if training_data is not None:
+        loader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+        engine.training_dataloader = loader
+    if ranks.rank == 0:
+        for note in settings.notes:
+            logger.warning("%s", note)
+    return engine, step_optimizer, loader, scheduler
+
+
+def _refuse_parallelism(mpu: Any, mesh_param: Any) -> None:
+    if mpu is not None and any(
+        int(getattr(mpu, name)()) > 1
+        for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
+        if callable(getattr(mpu, name, None))
+    ):
+        raise UserError("initialize: mpu= asks for model parallelism, which is not supported; leave it out")
+    if mesh_param is not None and tuple(mesh_param)[1:] not in ((), (1,)):
+        raise UserError(f"initialize: mesh_param={mesh_param} asks for sequence parallelism, which is not supported")
+
+
+def _read_settings(config: Any) -> Settings:
+    if isinstance(config, Settings):
+        return config
+    from heavylift.config.deepspeed.parse import load_settings
+
+    return load_settings(config, Ranks.here().world_size)
+
+
+def _freeze_the_rest(model: nn.Module, trained: set[str], ranks: Ranks) -> None:
+    """What no group trains needs no gradient."""
+    rest = [(name, p) for name, p in model.named_parameters() if p.requires_grad and name not in trained]
+    for _, param in rest:
+        param.requires_grad_(False)
+    if rest and ranks.rank == 0:
+        more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
+        shown = ", ".join(name for name, _ in rest[:3])
+        logger.warning("in no parameter group, so not trained: %s%s", shown, more)
+
+
+def build_optimizer(
+    choice: OptimizerChoice, prepared: PreparedModel, settings: Settings, ranks: Ranks
+) -> TieredAdamW | TorchStep:
+    """The optimizer over the sharded parameters, with the masters from before rounding."""
+    if choice.client is not None and choice.client.state:
+        raise UserError(
+            "optimizer: it has state from earlier steps, which initialize() cannot take over; pass it before its first "
+            "step, and restore training with engine.load_checkpoint()"
+        )
+    if not choice.tiered:
+        inner = choice.client
+        if inner is None:
+            assert choice.make is not None
+            inner = choice.make(choice.param_groups)
+        step = TorchStep(inner, settings.gradient_clipping)
+        params = dict(prepared.sharded.module.named_parameters())
+        for name, values in prepared.masters.items():
+            step.write_master(params[name], values)
+        prepared.masters.clear()
+        return step
+    groups = [make_group(g.name, g.params, g.module) for g in prepared.sharded.groups]
+    tiered = TieredAdamW(
+        choice.param_groups,
+        groups=[g for g in groups if g is not None],
+        options=tiered_options(settings, ranks, prepared.sharded),
+    )
+    prepared.give_masters(tiered)
+    return tiered
+
+
+def tiered_options(settings: Settings, ranks: Ranks, sharded: ShardedModel) -> TieredOptions:
+    """Where the states go and when they step. Raises UserError for `immediate` with clipping."""
+    offload = settings.offload
+    cores: Sequence[int] = split_cores(ranks.local_rank, ranks.local_world_size)
+    num_threads = max(1, round(len(cores) * offload.cores_perc))
+    if offload.schedule is Schedule.IMMEDIATE and settings.gradient_clipping > 0:
+        raise UserError("gradient_clipping: the schedule `immediate` steps before the norm is known; set it to 0")
+    return TieredOptions(
+        tier=offload.tier,
+        ratio=offload.ratio,
+        schedule=offload.schedule if offload.tier is Tier.HOST else Schedule.SYNCHRONOUS,
+        accumulate=settings.batch.accumulation > 1 or not settings.managed_accumulation,
+        max_grad_norm=settings.gradient_clipping,
+        num_threads=num_threads,
+        cpu_ids=tuple(cores[:num_threads]) or None,
+    )
+
+
+def _make_scheduler(client: Any, settings: Settings, optimizer: torch.optim.Optimizer | None) -> Any:
+    """The script's scheduler before the configuration's; a function gets the optimizer."""
+    if client is not None:
+        if callable(client) and not isinstance(client, torch.optim.lr_scheduler.LRScheduler):
+            return client(optimizer)
+        return client
+    if settings.scheduler is None:
+        return None
+    if optimizer is None:
+        raise UserError("scheduler: there is no optimizer whose learning rate it could set; add an `optimizer` block")
+    from heavylift.api.lr_schedules import make_scheduler
+
+    return make_scheduler(settings.scheduler, optimizer)

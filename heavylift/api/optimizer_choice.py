@@ -1,0 +1,203 @@
+"""Which optimizer trains, and over which parameter groups: from the configuration, or from what the script made.
+
+AdamW (and Adam without an L2 term, which is the same) runs as `TieredAdamW`, on the device or host tier. Any other
+class of torch.optim runs itself, on the shards, on the device (`heavylift.api.torch_step`). Parameter groups given as
+dictionaries stay the same objects, so that a scheduler made before `initialize` goes on working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from heavylift.config.deepspeed.settings import OptimizerSettings, Settings
+from heavylift.config.schema import Tier
+from heavylift.errors import UserError
+
+ADAM_NAMES = ("adam", "adamw")
+_ADAM_CLASSES = ("AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam", "TieredAdamW")
+
+
+@dataclass
+class OptimizerChoice:
+    """What to build once the model is sharded. Group dictionaries hold the model's parameters from before that."""
+
+    param_groups: list[dict[str, Any]]
+    client: torch.optim.Optimizer | None
+    """The script's own optimizer object, None where the configuration describes it."""
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None
+    """A class of torch.optim to build from the configuration; None: `TieredAdamW`, or the client itself."""
+    tiered: bool
+    """Whether `TieredAdamW` takes the groups over."""
+
+    def remember_names(self, model: nn.Module) -> list[list[str]]:
+        """The parameters' names, group by group: sharding replaces the objects, and the groups let go of them.
+
+        Raises UserError for parameters that are not the model's, or in two groups.
+        """
+        name_of = {param: name for name, param in model.named_parameters()}
+        names: list[list[str]] = []
+        num_strangers = 0
+        for group in self.param_groups:
+            own = [name_of.get(param) for param in group["params"]]
+            num_strangers += own.count(None)
+            names.append([name for name in own if name is not None])
+        if num_strangers:
+            raise UserError(
+                f"optimizer: {num_strangers} of its parameters are not the model's; give initialize() the module that "
+                "owns them, and make the optimizer after the model has its final parameters"
+            )
+        twice = [name for group in names for name in group]
+        if len(set(twice)) < len(twice):
+            raise UserError("model_parameters: a parameter is in more than one group; keep it in one")
+        for group in self.param_groups:
+            group["params"] = []  # nothing holds whole parameters while they are sharded
+        return names
+
+    def follow(self, model: nn.Module, names: list[list[str]]) -> None:
+        """Puts the sharded parameters into the groups. In place, for whoever else holds these dictionaries."""
+        params = dict(model.named_parameters())
+        for group, group_names in zip(self.param_groups, names, strict=True):
+            group["params"] = [params[name] for name in group_names]
+
+
+def choose_optimizer(
+    model: nn.Module, client: Any, model_parameters: Any, settings: Settings
+) -> OptimizerChoice | None:
+    """The optimizer of a run: the script's own (an object or a callable) before the configuration's; None without any.
+
+    Raises UserError for what cannot be trained with, and for another class than Adam with offload.
+    """
+    offloads = settings.offload.tier is Tier.HOST
+    if client is not None:
+        if not isinstance(client, torch.optim.Optimizer) and callable(client):
+            client = client(_parameters_or_all(model, model_parameters))
+        if not isinstance(client, torch.optim.Optimizer):
+            raise UserError(
+                f"initialize: optimizer= should be a torch.optim.Optimizer or a function that makes one, got "
+                f"{type(client).__name__}"
+            )
+        tiered = is_plain_adamw(client)
+        if offloads and not tiered:
+            raise UserError(
+                f"optimizer: {_describe(client)} cannot run on the host; use torch.optim.AdamW (or Adam without "
+                'weight decay), or set zero_optimization.offload_optimizer.device to "none"'
+            )
+        _check_trainable(client.param_groups)
+        return OptimizerChoice(client.param_groups, client, None, tiered)
+    if settings.optimizer is None:
+        return None
+    return _from_settings(model, model_parameters, settings.optimizer, offloads)
+
+
+def _from_settings(
+    model: nn.Module, model_parameters: Any, settings: OptimizerSettings, offloads: bool
+) -> OptimizerChoice:
+    groups = as_groups(_parameters_or_all(model, model_parameters))
+    _check_trainable(groups)
+    adam = settings.name.lower() in ADAM_NAMES
+    if adam and not settings.bias_correction:
+        raise UserError("optimizer.params.bias_correction: only true is supported; remove it")
+    decays = settings.weight_decay != 0 or any(group.get("weight_decay", 0) for group in groups)
+    if adam and (settings.decoupled or not decays) and not settings.more:
+        defaults = {
+            "lr": settings.lr,
+            "betas": settings.betas,
+            "eps": settings.eps,
+            "weight_decay": settings.weight_decay,
+        }
+        for group in groups:
+            for key, value in defaults.items():
+                group.setdefault(key, value)
+        return OptimizerChoice(groups, None, None, tiered=True)
+    if offloads:
+        what = "Adam with an L2 term (adam_w_mode false)" if adam else settings.name
+        raise UserError(
+            f"optimizer: {what} cannot run on the host; use AdamW, or set zero_optimization.offload_optimizer.device "
+            'to "none"'
+        )
+    return OptimizerChoice(groups, None, _torch_maker(settings), tiered=False)
+
+
+def _torch_maker(settings: OptimizerSettings) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    """Builds the class of torch.optim whose name, in any case, is `settings.name`."""
+    classes = {
+        name.lower(): cls
+        for name, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+    }
+    name = "adamw" if settings.name == "adam" and settings.decoupled else settings.name.lower()
+    if name not in classes:
+        raise UserError(f"optimizer.type: {settings.name} is neither adam, adamw nor a class of torch.optim")
+    more = dict(settings.more)
+    if name in ADAM_NAMES:
+        more |= {"lr": settings.lr, "weight_decay": settings.weight_decay}
+        more |= {"betas": settings.betas, "eps": settings.eps}
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        try:
+            return classes[name](groups, **more)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"optimizer.params: torch.optim.{classes[name].__name__} refuses them: {error}") from None
+
+    return make
+
+
+def _parameters_or_all(model: nn.Module, model_parameters: Any) -> list[Any]:
+    if model_parameters is None:
+        return [p for p in model.parameters() if p.requires_grad]
+    if isinstance(model_parameters, (torch.Tensor, str, dict)) or not isinstance(model_parameters, Iterable):
+        raise UserError(
+            "initialize: model_parameters= should be a list of parameters or of groups ({'params': [...]}), got "
+            f"{type(model_parameters).__name__}"
+        )
+    return list(model_parameters)
+
+
+def as_groups(params: list[Any]) -> list[dict[str, Any]]:
+    """Parameter groups, each a dictionary with a list of parameters. Names that come along are left out."""
+    if all(isinstance(p, dict) for p in params) and params:
+        for group in params:
+            if "params" not in group:
+                raise UserError("model_parameters: a group has no 'params'; each is {'params': [...], 'lr': ...}")
+            given = group["params"]
+            group["params"] = [given] if isinstance(given, torch.Tensor) else [_unnamed(p) for p in given]
+        return params
+    return [{"params": [_unnamed(p) for p in params]}]
+
+
+def _unnamed(param: Any) -> nn.Parameter:
+    if isinstance(param, tuple) and len(param) == 2:
+        param = param[1]
+    if not isinstance(param, nn.Parameter):
+        raise UserError(f"model_parameters: expected parameters, found a {type(param).__name__}")
+    return param
+
+
+def _check_trainable(groups: list[dict[str, Any]]) -> None:
+    if not any(param.requires_grad for group in groups for param in group["params"]):
+        raise UserError("model: no parameter has requires_grad; unfreeze what should be trained")
+
+
+def is_plain_adamw(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` computes what `TieredAdamW` does: AdamW, or Adam where no group has an L2 term."""
+    if type(optimizer).__name__ not in _ADAM_CLASSES:
+        return False
+    for group in optimizer.param_groups:
+        if group.get("amsgrad") or group.get("maximize") or not group.get("bias_correction", True):
+            return False
+        decoupled = type(optimizer).__name__ == "AdamW" or group.get("decoupled_weight_decay", False)
+        decoupled = group.get("adam_w_mode", decoupled) if "adam_w_mode" in group else decoupled
+        decoupled = decoupled or type(optimizer).__name__ == "TieredAdamW"
+        if not decoupled and group.get("weight_decay", 0) != 0:
+            return False
+    return True
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> str:
+    name = type(optimizer).__name__
+    return f"{name} with an L2 term or options of its own" if name in _ADAM_CLASSES else name

@@ -1,0 +1,181 @@
+"""A user's model, made ready: rank 0's values on every rank, one dtype, sharded; masters kept from before rounding.
+
+Only floating-point *parameters* change their dtype. Buffers keep theirs (a rotary `inv_freq` in bfloat16 gives other
+positions), unless `data_types.buffer_dtype` asks for it. Parameters made under `zero.Init` come in split over the
+ranks and are made whole one group at a time. Left out: parameters on the meta device, which have no values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from heavylift.api.distributed import broadcast_from_first
+from heavylift.api.partition import forget, open_whole
+from heavylift.config.deepspeed.settings import Precision, Settings
+from heavylift.errors import UserError
+from heavylift.offload.access import find_states
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.sharding import ShardedModel, layers_of, make_mesh, shard_model
+
+TORCH_DTYPES = {
+    Precision.FP32: torch.float32,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+}
+_BLOCKS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass
+class PreparedModel:
+    """A sharded model and what was kept from before it was rounded."""
+
+    sharded: ShardedModel
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Name -> this rank's float32 values of a trainable parameter, flat, where rounding has changed its dtype."""
+
+    @torch.no_grad()
+    def give_masters(self, optimizer: TieredAdamW) -> None:
+        """Makes the values from before the rounding the optimizer's masters, and lets go of them."""
+        params = dict(self.sharded.module.named_parameters())
+        for name, values in self.masters.items():
+            states = find_states(optimizer, params[name])
+            if states is not None:
+                states.write("master", values)
+        self.masters.clear()
+
+
+def check_model(model: object) -> nn.Module:
+    """`model` as a module that can be trained here. Raises UserError, one line per problem."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"initialize: model= should be a torch.nn.Module, got {type(model).__name__}")
+    problems = [
+        f"model: parameter {name} has no dimension, and scalars cannot be sharded; make it a tensor of one element, "
+        "torch.nn.Parameter(x.reshape(1))"
+        for name, param in model.named_parameters()
+        if param.ndim == 0
+    ]
+    problems += [
+        f"model: parameter {name} is on the meta device and has no value; build the model under heavylift.zero.Init()"
+        for name, param in model.named_parameters()
+        if param.is_meta
+    ][:1]
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        problems.append("initialize: model= is a DistributedDataParallel; pass the module inside it (model.module)")
+    if problems:
+        raise UserError(*problems)
+    return model
+
+
+def prepare_model(model: nn.Module, settings: Settings, device: torch.device) -> PreparedModel:
+    """Broadcasts, rounds and shards `model` in place. A collective. Raises UserError for dtypes that do not fit.
+
+    Group by group: beside the model itself (nothing, where it was made under `zero.Init`) one whole group and this
+    rank's shards exist at a time. The old parameter objects are left empty. Gradients are summed over ranks: the engine
+    divides the loss.
+    """
+    dtype = TORCH_DTYPES[settings.precision]
+    _check_dtypes(model, dtype)
+    for buffer in model.buffers():
+        broadcast_from_first(buffer, device)
+    if settings.buffer_dtype is not None:
+        _cast_buffers(model, TORCH_DTYPES[settings.buffer_dtype])
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+    rounding = _Rounding(dtype, settings.stage, device)
+    mesh = make_mesh(settings.stage, device.type)
+    sharded = shard_model(model, settings.stage, mesh, gather_layers(model), rounding.prepare)
+    rounding.release()
+    return PreparedModel(sharded, rounding.masters)
+
+
+class _Rounding:
+    """What happens to a group's parameters before they are sharded."""
+
+    def __init__(self, dtype: torch.dtype, stage: int, device: torch.device) -> None:
+        self.masters: dict[str, torch.Tensor] = {}
+        self._dtype = dtype
+        self._device = device
+        self._num_shards = dist.get_world_size() if stage > 0 else 1
+        self._rank = dist.get_rank() if stage > 0 else 0
+        self._sharded: list[nn.Parameter] = []
+
+    @torch.no_grad()
+    def prepare(self, params: list[tuple[str, nn.Parameter]]) -> None:
+        """Rank 0's values, this rank's rows kept in float32, then the new dtype."""
+        self.release()
+        open_whole(param for _, param in params)
+        for name, param in params:
+            param.grad = None
+            broadcast_from_first(param, self._device)
+            self._sharded.append(param)
+            if not param.is_floating_point() or param.dtype == self._dtype:
+                continue
+            if param.requires_grad:
+                rows = _own_rows(param.detach(), self._rank, self._num_shards)
+                self.masters[name] = rows.to(torch.float32, copy=True).flatten()
+            param.data = param.data.to(self._dtype)
+
+    def release(self) -> None:
+        """Empties the whole parameters of the groups that are sharded by now: scripts hold on to the objects."""
+        forget(self._sharded)
+        for param in self._sharded:
+            param.data = param.data.new_empty(0)
+        self._sharded.clear()
+
+
+def gather_layers(model: nn.Module) -> list[nn.Module] | None:
+    """Which layers are gathered one by one: None for the usual choice, an empty list for the whole model at once.
+
+    A layer that one rank runs and another skips would leave the other waiting in its gather. Hugging Face models run
+    all their layers (but for layer drop), also inside of another module; of any other module this is known only when
+    it says so itself, by `_no_split_modules`, the class names of its layers.
+    """
+    if _is_hugging_face(model) or getattr(model, "_no_split_modules", None):
+        return [] if _drops_layers(model) else None
+    inner = [m for m in model.modules() if _is_hugging_face(m)]
+    nested = {id(m) for outer in inner for m in outer.modules() if m is not outer}
+    outermost = [m for m in inner if id(m) not in nested and not _drops_layers(m)]
+    return [layer for m in outermost for layer in layers_of(m)]
+
+
+def _is_hugging_face(module: nn.Module) -> bool:
+    # by name: transformers takes seconds to import, and a script without it has no such module
+    return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
+
+
+def _drops_layers(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    names = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+    return any(float(getattr(config, name, 0.0) or 0.0) > 0 for name in names)
+
+
+def _check_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
+    if dtype != torch.float32:
+        return
+    other = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32}
+    if other:
+        found = other.pop()
+        block = _BLOCKS.get(found)
+        remedy = f'set "{block}": {{"enabled": true}}' if block else "convert the model with model.float()"
+        raise UserError(
+            f"model: the configuration trains in float32, but parameters are {str(found).removeprefix('torch.')}; "
+            f"{remedy}" + (" or load the model in float32" if block else "")
+        )
+
+
+def _own_rows(param: torch.Tensor, rank: int, num_shards: int) -> torch.Tensor:
+    """The rows that FSDP2 gives this rank: `torch.chunk` along dim 0, nothing on ranks beyond the last chunk."""
+    chunks = torch.chunk(param, num_shards, dim=0)
+    return chunks[rank] if rank < len(chunks) else param[:0]
+
+
+def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
