@@ -81,8 +81,9 @@ class TieredOptions:
 class TieredAdamW(torch.optim.Optimizer):
     """AdamW (decoupled weight decay) on tiers.
 
-    `params` and the hyperparameters are those of `torch.optim.AdamW`: parameters or parameter groups with their own
-    lr, betas, eps and weight_decay; LR schedulers work. `groups`: the gather groups of a sharded model, in forward
+    `params` and the hyperparameters are as in `torch.optim.AdamW`: parameters or parameter groups with their own lr,
+    betas, eps and weight_decay; LR schedulers work. Defaults are torch's but for weight_decay: 0 here, 0.01 there; it
+    is decoupled, so 0 is plain Adam. `groups`: the gather groups of a sharded model, in forward
     order (see `heavylift.offload.groups.make_group`); without them plain parameters are grouped by dtype and device.
     Masters start from the parameters and follow them when somebody else writes them (loading weights; call
     `synchronize` before writing).
@@ -112,10 +113,11 @@ class TieredAdamW(torch.optim.Optimizer):
         """Where the steps' time went; see `take_device_gate_s` too."""
         self.policy = SchedulePolicy(self.options.schedule, self.options.max_grad_norm)
         self.grad_norm = 0.0
-        """Global norm of the last step's gradients, before clipping."""
+        """Global norm of the last step's gradients, before clipping, without the factor of `set_grad_scale`."""
         self.skipped = False
         """Whether the last step was skipped because that norm was not finite."""
         self.num_skipped_steps = 0
+        self._grad_scale = 1.0
         trainable = [p for pg in self.param_groups for p in pg["params"] if p.requires_grad]
         self.groups: tuple[Group, ...] = tuple(plain_groups(trainable) if groups is None else groups)
         self._param_group_of = self._index_param_groups()
@@ -262,7 +264,7 @@ class TieredAdamW(torch.optim.Optimizer):
 
     def _take_norm(self, sums: torch.Tensor) -> float:
         """Sets `grad_norm` and `skipped`; returns the clipping coefficient."""
-        self.grad_norm = global_norm(sums, self._process_groups)
+        self.grad_norm = global_norm(sums, self._process_groups) / self._grad_scale
         self.skipped = not math.isfinite(self.grad_norm)
         limit = self.options.max_grad_norm
         if self.skipped or limit == 0:
@@ -283,6 +285,10 @@ class TieredAdamW(torch.optim.Optimizer):
         """Whether the next step is taken during backward."""
         # a moment whose beta is 0 keeps nothing that a step could be taken back to
         recoverable = all(beta > 0 for pg in self.param_groups for beta in pg["betas"])
+        # taking a step back is exact but for rounding: nothing that `auto` does where overflows are ordinary
+        overflows = self._grad_scale != 1 or any(group.dtype == torch.float16 for group in self.groups)
+        if overflows and self.options.schedule is Schedule.AUTO:
+            return False
         return self.policy.speculates and recoverable
 
     def _step_accumulated(self, overlap: OverlappedSteps, accumulation: GradientAccumulation) -> None:
@@ -308,8 +314,30 @@ class TieredAdamW(torch.optim.Optimizer):
         """The segment's step by its count and the hyperparameters as they are now."""
         pg = self.param_groups[self._param_group_of[segment.param]]
         beta1, beta2 = pg["betas"]
-        hyper = AdamWHyper(float(pg["lr"]), beta1, beta2, pg["eps"], pg["weight_decay"], segment.num_steps)
+        lr, eps, decay = float(pg["lr"]), pg["eps"], pg["weight_decay"]
+        hyper = AdamWHyper(lr, beta1, beta2, eps, decay, segment.num_steps, grad_scale=1 / self._grad_scale)
         return SegmentStep(segment, hyper)
+
+    def set_grad_scale(self, scale: float) -> None:
+        """Says that gradients carry the factor `scale`, from the coming step on, as a scaled loss gives it to them.
+
+        Norm, clipping and step take gradient / scale: for powers of two to the bit what they take without a scale, for
+        others with one rounding to float32 more. Overflows are ordinary then, and a step that must not be is known
+        only when all gradients are there: with a scale other than 1 schedule `auto` is `deferred`.
+        Raises ValueError for a scale that is not positive and finite, and for schedules that step during backward.
+        Call before backward: where the step was taken in it, `step` raises RuntimeError.
+        """
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"grad scale: expected a positive finite number, got {scale}")
+        early = self.options.schedule in (Schedule.SPECULATIVE, Schedule.IMMEDIATE)
+        if scale != 1 and early and self._overlap is not None and self._accumulation is None:
+            raise ValueError(
+                f"grad scale {scale}: schedule {self.options.schedule} steps before it is known whether a gradient has "
+                "overflowed, and taking the step back is not exact; choose auto, deferred or synchronous"
+            )
+        self._grad_scale = scale
+        if self._overlap is not None:
+            self._overlap.speculate_next = self._speculates()
 
     # ---- the parameters outside of a step -------------------------------------------------------------------------
 
