@@ -301,6 +301,27 @@ class TestSummaries:
         assert "x 1 process\n" in text and "states on the device" in text and "plan" not in text
         assert "states on the host" in banner(replace(SUMMARY, host_ratio=1.0))
 
+    def test_banner_lists_what_the_plan_consists_of(self) -> None:
+        parts = [("parameters", Tier.DEVICE, 2**30), ("optimizer states", Tier.HOST, 24 * 2**30)]
+        assert banner(replace(SUMMARY, planned_parts=parts)).splitlines()[-3:] == [
+            "plan         device 2.50GiB, host 24.00GiB per process",
+            "               parameters        device          1.00GiB",
+            "               optimizer states  host           24.00GiB",
+        ]
+
+    def test_banner_without_an_accelerator_does_not_speak_of_device_memory(self) -> None:
+        text = banner(replace(SUMMARY, device_is_host=True, planned_parts=[("parameters", Tier.DEVICE, 2**30)]))
+        assert text.splitlines()[-2:] == [
+            "plan         all in host memory: device tier 2.50GiB, host tier 24.00GiB per process",
+            "               parameters        device tier     1.00GiB",
+        ]
+        text = banner(replace(SUMMARY, device_is_host=True, optimizer_tier=Tier.DEVICE))
+        assert "states on the device tier, which is host memory here" in text
+
+    def test_end_summary_without_an_accelerator(self) -> None:
+        metrics = RunMetrics((replace(STEP, mem_device_gib=0.0, mem_host_gib=5.0),), ())
+        assert "peak memory  host 5.00GiB" in end_summary(metrics, "m").splitlines()
+
     def test_end_summary(self) -> None:
         steps = [
             replace(STEP, step=1, loss=3.0, tokens_per_s=10.0, mem_device_gib=1.0, mem_host_gib=4.0),

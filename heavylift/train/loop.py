@@ -224,6 +224,8 @@ def _summary(run: Run) -> RunSummary:
         host_ratio=run.engine.optimizer.options.ratio,
         schedule=recipe.engine.schedule,
         planned_bytes={Tier.DEVICE: run.plan.device_bytes, Tier.HOST: run.plan.host_bytes},
+        planned_parts=run.plan.rows(),
+        device_is_host=run.ranks.device.type == "cpu",
     )
 
 

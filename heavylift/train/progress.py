@@ -131,6 +131,10 @@ class RunSummary:
     """When the host's part is stepped."""
     planned_bytes: Mapping[Tier, int] = field(default_factory=dict)
     """What the plan expects to be in use at the peak, for each tier."""
+    planned_parts: Sequence[tuple[str, Tier, int]] = ()
+    """What that consists of: (name, tier, bytes)."""
+    device_is_host: bool = False
+    """There is no accelerator: what stands for its memory is host memory too."""
 
     @property
     def effective_batch(self) -> int:
@@ -152,14 +156,24 @@ def banner(summary: RunSummary) -> str:
         "optimizer": _placement(summary),
     }
     if summary.planned_bytes:
-        planned = ", ".join(f"{tier.value} {size / GIB:.2f}GiB" for tier, size in summary.planned_bytes.items())
-        rows["plan"] = f"{planned} per process"
+        rows["plan"] = _plan(summary)
     return _block(rows)
+
+
+def _plan(summary: RunSummary) -> str:
+    """The sums of the tiers, and a line for each part below them."""
+    word = " tier" if summary.device_is_host else ""
+    planned = ", ".join(f"{tier.value}{word} {size / GIB:.2f}GiB" for tier, size in summary.planned_bytes.items())
+    where = "all in host memory: " if summary.device_is_host else ""
+    lines = [f"{where}{planned} per process"]
+    for name, tier, size in summary.planned_parts:
+        lines.append(f"{'':12}   {name:<17} {tier.value + word:<11} {size / GIB:8.2f}GiB")
+    return "\n".join(lines)
 
 
 def _placement(summary: RunSummary) -> str:
     if summary.optimizer_tier is Tier.DEVICE:
-        return "states on the device"
+        return "states on the device" + (" tier, which is host memory here" if summary.device_is_host else "")
     if summary.host_ratio == 1:
         where = "states on the host"
     else:
@@ -180,7 +194,9 @@ def end_summary(metrics: RunMetrics, model_dir: str, next_commands: Sequence[str
     if metrics.steps:
         rows["tokens/s"] = f"{statistics.median(step.tokens_per_s for step in metrics.steps):,.0f} (median)"
         device_gib, host_gib = _peaks(metrics.steps)
-        rows["peak memory"] = f"device {device_gib:.2f}GiB, host {host_gib:.2f}GiB"
+        # nothing was ever allocated on a device where there is none
+        on_device = f"device {device_gib:.2f}GiB, " if device_gib > 0 else ""
+        rows["peak memory"] = f"{on_device}host {host_gib:.2f}GiB"
     for number, command in enumerate(next_commands):
         rows["try next" if number == 0 else " " * number] = command
     return _block(rows)
