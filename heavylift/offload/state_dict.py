@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from heavylift.offload.optimizer import TieredAdamW
 
 
-def _as_param(flat: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+def as_param(flat: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     """A flat CPU shard in the shape of `param`: a DTensor when the parameter is one."""
     local = flat.view(local_tensor(param).shape)
     if not isinstance(param, DTensor):
@@ -50,7 +50,7 @@ def optimizer_state_dict(optimizer: TieredAdamW) -> dict[str, Any]:
             continue  # as torch: no state before the first step
         entry = {"step": torch.tensor(float(segment.num_steps))}
         for name in STATE_NAMES:
-            entry[name] = _as_param(_collect(segment, parts, name), segment.param)
+            entry[name] = as_param(_collect(segment, parts, name), segment.param)
         state[index_of[segment.param]] = entry
     packed = []
     start = 0
