@@ -138,8 +138,9 @@ def _run(code: Callable[[], object]) -> NoReturn:
         leave_script(1)
     except BaseException as error:
         _note_failure()
+        error.__traceback__ = _scripts_own(error.__traceback__)
         # the hook may be the script's own (loggers mark a run as crashed with it)
-        sys.excepthook(type(error), error, _scripts_own(error.__traceback__))
+        sys.excepthook(type(error), error, error.__traceback__)
         leave_script(1)
     leave_script(0)
 

@@ -1,0 +1,135 @@
+"""Who is blamed, what a SIGKILL was about, and the ends of outputs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import command_env
+
+from heavylift.launch.oom import OomCount, explain_kill, read_oom_count
+from heavylift.launch.rank_output import RankStderr, end_of_file, last_lines
+from heavylift.launch.report import RankFailure, report, with_told_times
+
+
+def test_first_failure_by_the_time_that_ranks_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # both seen in the same second; rank 1 raised first, rank 0 only lost its connection
+    seen = [RankFailure(0, 0, 1, 100.0), RankFailure(1, 1, 1, 100.0)]
+    (tmp_path / "failed.0").write_text("100900000000")
+    (tmp_path / "failed.1").write_text("100100000000")
+    told = with_told_times(seen, tmp_path)
+    none = OomCount(None, None, None)
+    assert report(told, 2, (none, none), lambda failure: [f"tail of {failure.rank}"]) == 1
+    assert capfd.readouterr().err == "error: rank 1 of 2 failed with exit code 1; its last lines:\n  | tail of 1\n"
+    assert report(told, 2, (none, none), lambda failure: []) == 1
+    assert capfd.readouterr().err == "error: rank 1 of 2 failed with exit code 1\n"
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+V2 = {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.max": "12884901888\n"}
+V1 = {
+    "proc/self/cgroup": "4:memory:/elsewhere\n0::/\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "counter", "text", "said"),
+    [
+        (
+            V2,
+            "sys/fs/cgroup/job/memory.events",
+            "low 0\noom 3\noom_kill {}\n",
+            ": out of memory, the kernel ended it at the control group's limit of 12.0 GiB",
+        ),
+        (
+            V1,  # in a container: the group is found at the mount point, and it has no limit
+            "sys/fs/cgroup/memory/memory.oom_control",
+            "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n",
+            ": out of memory, the kernel ended it at the control group's limit",
+        ),
+        (
+            {},
+            "proc/vmstat",
+            "pgfault 7\noom_kill {}\n",
+            ": out of memory, the kernel ended a process because the machine's memory was full",
+        ),
+    ],
+)
+def test_a_kill_for_memory_is_told_from_others(
+    tmp_path: Path, files: dict[str, str], counter: str, text: str, said: str
+) -> None:
+    write(tmp_path, {**files, counter: text.format(4)})
+    before = read_oom_count(tmp_path)
+    nothing = read_oom_count(tmp_path)
+    assert explain_kill(before, nothing).startswith("; the kernel counted no kill for memory")
+    write(tmp_path, {counter: text.format(5)})
+    assert explain_kill(before, read_oom_count(tmp_path)) == said
+
+
+def test_without_counters_it_is_a_question(tmp_path: Path) -> None:
+    assert explain_kill(read_oom_count(tmp_path), read_oom_count(tmp_path)) == ": out of memory?"
+
+
+KILLED_FOR_MEMORY = """
+import os, pathlib, signal, sys
+pathlib.Path(sys.argv[1]).write_text("oom_kill 1\\n")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rank_killed_for_memory_is_named_as_such(tmp_path: Path) -> None:
+    """A real rank that counts itself as the kernel would before it is killed."""
+    write(tmp_path, {**V2, "sys/fs/cgroup/job/memory.events": "oom_kill 0\n", "dies.py": KILLED_FOR_MEMORY})
+    events = str(tmp_path / "sys/fs/cgroup/job/memory.events")
+    code = (
+        "import sys; from pathlib import Path; from heavylift.launch.runner import NodeRun, run_node\n"
+        f"run = NodeRun(1, ('script', {str(tmp_path / 'dies.py')!r}, {events!r}))\n"
+        f"sys.exit(run_node(run, Path({str(tmp_path)!r})))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=command_env(), capture_output=True, text=True)
+    assert done.returncode == 137
+    assert done.stderr == (
+        "error: rank 0 of 1 was killed (SIGKILL): out of memory, the kernel ended it at the control group's limit "
+        "of 12.0 GiB\n"
+    )
+
+
+def test_last_lines() -> None:
+    written = b"one\n\ntwo\r\n 10%\r 50%\r100%\nthree \xff\n\n"
+    assert last_lines(written, 9) == ["one", "two", "100%", "three �"]
+    assert last_lines(written, 2) == ["100%", "three �"]
+    assert last_lines(b"", 3) == []
+
+
+def test_ends_of_files(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"x" * 20000 + b"end")
+    assert end_of_file(str(tmp_path / "log")) == (b"x" * 20000 + b"end")[-16384:]
+    assert end_of_file(str(tmp_path / "none")) == b""
+
+
+def test_pipes_pass_on_everything_and_keep_the_end(tmp_path: Path) -> None:
+    target = os.open(tmp_path / "all", os.O_WRONLY | os.O_CREAT)
+    with RankStderr(str(tmp_path), 2, target) as stderr:
+        writers = [open(tmp_path / f"stderr.{rank}", "wb", buffering=0) for rank in range(2)]
+        for _ in range(50):
+            for rank, writer in enumerate(writers):
+                writer.write(str(rank).encode() * 1000)
+        writers[1].write(b"last of 1")
+        for writer in writers:
+            writer.close()
+    os.close(target)
+    written = (tmp_path / "all").read_bytes()
+    assert (written.count(b"0"), len(written)) == (50000, 100009)
+    assert stderr.end(1).endswith(b"1last of 1") and set(stderr.end(0)) == {ord("0")}
+    assert len(stderr.end(0)) == 16384
+    stderr.close()
