@@ -190,7 +190,7 @@ def test_lines() -> None:
     assert times_line({"forward": 1.234, "step": 5}) == "time (ms) | forward: 1.23 | step: 5.00"
     line = progress_line(10, 1, [torch.tensor(0.5), 0.25], [(0.9, 0.999)] * 2)
     assert line == "step=10, skipped=1, lr=[0.5, 0.25], mom=[(0.9, 0.999), (0.9, 0.999)]"
-    assert progress_line(1, 0, [1e-5], [0.9], 51.23).endswith("mom=[0.9], samples/s=51.2")
+    assert progress_line(1, 0, [1e-5], [0.9], 51.23, 0.5).endswith("mom=[0.9], grad_norm=0.5, samples/s=51.2")
 
 
 def test_memory_of_the_host_is_seen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -334,8 +334,17 @@ class ThroughputTimer:
 
 
 def progress_line(
-    step: int, skipped: int, lrs: Sequence[float], moms: Sequence[Any], samples_per_s: float | None = None
+    step: int,
+    skipped: int,
+    lrs: Sequence[float],
+    moms: Sequence[Any],
+    samples_per_s: float | None = None,
+    grad_norm: float | None = None,
 ) -> str:
     """The line of `steps_per_print`: `step=10, skipped=0, lr=[0.001], mom=[(0.9, 0.999)], samples/s=51.2`."""
-    line = f"step={step}, skipped={skipped}, lr={[float(lr) for lr in lrs]}, mom={list(moms)}"
-    return line if samples_per_s is None else f"{line}, samples/s={samples_per_s:.1f}"
+    parts = [f"step={step}", f"skipped={skipped}", f"lr={[float(lr) for lr in lrs]}", f"mom={list(moms)}"]
+    if grad_norm is not None:
+        parts.append(f"grad_norm={grad_norm:.4g}")
+    if samples_per_s is not None:
+        parts.append(f"samples/s={samples_per_s:.1f}")
+    return ", ".join(parts)
