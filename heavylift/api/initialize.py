@@ -130,9 +130,8 @@ def build_optimizer(
             inner = choice.make(choice.param_groups)
         step = TorchStep(inner, settings.gradient_clipping)
         params = dict(prepared.sharded.module.named_parameters())
-        for name, values in prepared.masters.items():
+        for name, values in prepared.take_masters():
             step.write_master(params[name], values)
-        prepared.masters.clear()
         return step
     groups = [make_group(g.name, g.params, g.module) for g in prepared.sharded.groups]
     tiered = TieredAdamW(

@@ -2,11 +2,13 @@
 
 Only floating-point *parameters* change their dtype. Buffers keep theirs (a rotary `inv_freq` in bfloat16 gives other
 positions), unless `data_types.buffer_dtype` asks for it. Parameters made under `zero.Init` come in split over the
-ranks and are made whole one group at a time. Left out: parameters on the meta device, which have no values.
+ranks and are made whole one group at a time. Those on the meta device get their values when they are sharded, from
+what `zero.set_weights_source` was told.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from heavylift.api.distributed import broadcast_from_first
+from heavylift.api.meta_weights import WeightsSource, find_source
 from heavylift.api.partition import forget, open_whole
 from heavylift.config.deepspeed.settings import Precision, Settings
 from heavylift.errors import UserError
@@ -37,15 +40,27 @@ class PreparedModel:
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
     """Name -> this rank's float32 values of a trainable parameter, flat, where rounding has changed its dtype."""
 
+    source: WeightsSource | None = None
+    """Of a model that came on the meta device."""
+    rounded: frozenset[str] = frozenset()
+    """Of such a model: the trainable parameters whose files may hold more bits than they have now."""
+
+    def take_masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, values from before the rounding), which are let go of one by one."""
+        if self.source is not None and self.rounded:
+            params = dict(self.sharded.module.named_parameters())
+            yield from self.source.read_masters({name: params[name] for name in self.rounded})
+        while self.masters:
+            yield self.masters.popitem()
+
     @torch.no_grad()
     def give_masters(self, optimizer: TieredAdamW) -> None:
         """Makes the values from before the rounding the optimizer's masters, and lets go of them."""
         params = dict(self.sharded.module.named_parameters())
-        for name, values in self.masters.items():
+        for name, values in self.take_masters():
             states = find_states(optimizer, params[name])
             if states is not None:
                 states.write("master", values)
-        self.masters.clear()
 
 
 def check_model(model: object) -> nn.Module:
@@ -59,9 +74,10 @@ def check_model(model: object) -> nn.Module:
         if param.ndim == 0
     ]
     problems += [
-        f"model: parameter {name} is on the meta device and has no value; build the model under heavylift.zero.Init()"
+        f"model: parameter {name} is on the meta device and has no value; build the model under heavylift.zero.Init(), "
+        "or say with heavylift.zero.set_weights_source(model, FOLDER) where its values are"
         for name, param in model.named_parameters()
-        if param.is_meta
+        if param.is_meta and find_source(model) is None
     ][:1]
     if isinstance(model, nn.parallel.DistributedDataParallel):
         problems.append("initialize: model= is a DistributedDataParallel; pass the module inside it (model.module)")
@@ -79,6 +95,9 @@ def prepare_model(model: nn.Module, settings: Settings, device: torch.device) ->
     """
     dtype = TORCH_DTYPES[settings.precision]
     _check_dtypes(model, dtype)
+    source = find_source(model)
+    if source is not None:
+        return _prepare_on_meta(model, source, settings, device)
     for buffer in model.buffers():
         broadcast_from_first(buffer, device)
     if settings.buffer_dtype is not None:
@@ -91,6 +110,26 @@ def prepare_model(model: nn.Module, settings: Settings, device: torch.device) ->
     sharded = shard_model(model, settings.stage, mesh, gather_layers(model), rounding.prepare)
     rounding.release()
     return PreparedModel(sharded, rounding.masters)
+
+
+@torch.no_grad()
+def _prepare_on_meta(
+    model: nn.Module, source: WeightsSource, settings: Settings, device: torch.device
+) -> PreparedModel:
+    """Rounds and shards what has no values yet, then lets every rank read its own."""
+    dtype = TORCH_DTYPES[settings.precision]
+    rounded = set()
+    for name, param in model.named_parameters():
+        if param.is_floating_point() and param.dtype != dtype:
+            param.data = param.data.to(dtype)
+            if param.requires_grad:
+                rounded.add(name)
+    if settings.buffer_dtype is not None:
+        _cast_buffers(model, TORCH_DTYPES[settings.buffer_dtype])
+    mesh = make_mesh(settings.stage, device.type)
+    sharded = shard_model(model, settings.stage, mesh, gather_layers(model))
+    source.fill(model, device)
+    return PreparedModel(sharded, source=source, rounded=frozenset(rounded))
 
 
 class _Rounding:

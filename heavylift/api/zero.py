@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from heavylift.api.gathering import GatheredParameters
+from heavylift.api.meta_weights import RandomWeights, set_weights_source
 from heavylift.api.zero_init import Init
 from heavylift.errors import UserError
 
@@ -18,8 +19,10 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "MiCS_Init",
+    "RandomWeights",
     "TiledLinear",
     "register_external_parameter",
+    "set_weights_source",
     "unregister_external_parameter",
     "unwrap_model_for_generation",
 ]
