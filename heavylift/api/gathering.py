@@ -43,8 +43,8 @@ class WholeParameter(torch.Tensor):
     Python lets an object change its class only to one with the same slots, so DTensor's are here, empty.
     """
 
-    __slots__ = tuple(DTensor.__slots__)  # type: ignore[attr-defined]
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __slots__ = tuple(DTensor.__slots__)
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(whole: torch.Tensor, requires_grad: bool) -> WholeParameter:

@@ -1,0 +1,5 @@
+"""The device's class."""
+
+from heavylift.api.accelerator import Accelerator as DeepSpeedAccelerator
+
+__all__ = ["DeepSpeedAccelerator"]

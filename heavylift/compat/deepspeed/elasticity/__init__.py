@@ -1,0 +1,17 @@
+"""Elastic batch sizes."""
+
+from heavylift.api.elasticity import (
+    ElasticityConfigError,
+    ElasticityError,
+    ElasticityIncompatibleWorldSize,
+    compute_elastic_config,
+    elasticity_enabled,
+)
+
+__all__ = [
+    "ElasticityConfigError",
+    "ElasticityError",
+    "ElasticityIncompatibleWorldSize",
+    "compute_elastic_config",
+    "elasticity_enabled",
+]

@@ -1,0 +1,1 @@
+"""The launcher is `heavylift launch`."""

@@ -1,0 +1,5 @@
+"""Refused."""
+
+from heavylift.api.refused import MoE
+
+__all__ = ["MoE"]

@@ -1,0 +1,5 @@
+"""Refused."""
+
+from heavylift.api.optimizers import DeepSpeedCPUAdagrad
+
+__all__ = ["DeepSpeedCPUAdagrad"]

@@ -1,0 +1,5 @@
+"""Adam on the host."""
+
+from heavylift.api.optimizers import DeepSpeedCPUAdam
+
+__all__ = ["DeepSpeedCPUAdam"]

@@ -1,0 +1,5 @@
+"""Refused."""
+
+from heavylift.api.optimizers import FusedLamb
+
+__all__ = ["FusedLamb"]

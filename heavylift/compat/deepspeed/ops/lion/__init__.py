@@ -1,0 +1,5 @@
+"""Refused."""
+
+from heavylift.api.optimizers import DeepSpeedCPULion, FusedLion
+
+__all__ = ["DeepSpeedCPULion", "FusedLion"]

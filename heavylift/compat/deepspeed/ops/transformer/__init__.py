@@ -1,0 +1,5 @@
+"""Refused."""
+
+from heavylift.api.refused import DeepSpeedTransformerLayer
+
+__all__ = ["DeepSpeedTransformerLayer"]

@@ -1,0 +1,5 @@
+"""Activation checkpointing."""
+
+from . import checkpointing
+
+__all__ = ["checkpointing"]

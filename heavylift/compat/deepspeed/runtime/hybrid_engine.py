@@ -1,0 +1,5 @@
+"""Refused."""
+
+from heavylift.api.refused import DeepSpeedHybridEngine
+
+__all__ = ["DeepSpeedHybridEngine"]

@@ -1,0 +1,5 @@
+"""Refused."""
+
+from heavylift.api.refused import PipelineEngine
+
+__all__ = ["PipelineEngine"]

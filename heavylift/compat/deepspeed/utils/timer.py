@@ -1,0 +1,5 @@
+"""Timers."""
+
+from heavylift.api.timers import SynchronizedWallClockTimer, ThroughputTimer
+
+__all__ = ["SynchronizedWallClockTimer", "ThroughputTimer"]
