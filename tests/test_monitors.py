@@ -7,7 +7,9 @@ import json
 import subprocess
 import sys
 import zipfile
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from heavylift.config.deepspeed.settings import MonitorSettings
 from heavylift.errors import UserError
 from heavylift.monitor.comet_sink import SampleThrottle
 from heavylift.monitor.events import elapsed_events, step_events
-from heavylift.monitor.master import MonitorMaster
+from heavylift.monitor.master import SINKS, MonitorMaster
 
 EVENTS = [
     ("Train/Samples/lr", 0.25, 8),
@@ -62,6 +64,19 @@ def test_a_resumed_run_adds_rows_without_a_second_header(tmp_path: Path) -> None
     assert rows(tmp_path / "job" / "my_loss.csv") == [["step", "my loss"], ["1", "nan"], ["2", "nan"]]
 
 
+@pytest.mark.parametrize("nowhere", ["", None])
+def test_without_a_path_the_job_stands_in_the_working_folder(
+    nowhere: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monitor = MonitorMaster([MonitorSettings("csv", {"output_path": nowhere})], enabled=True)
+    monitor.write_events([("lr", 0.5, 1)])
+    assert (tmp_path / "DeepSpeedJobName" / "lr.csv").read_text().split() == ["step,lr", "1,0.5"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    MonitorMaster([MonitorSettings("csv", {"output_path": "~/curves", "job_name": "j"})], enabled=True)
+    assert (tmp_path / "curves" / "j").is_dir()
+
+
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     monitor = MonitorMaster([file_monitor("tensorboard", tmp_path), file_monitor("csv", tmp_path, "csv")], enabled=True)
@@ -104,7 +119,7 @@ def test_wandb_run_of_the_script_is_used_and_left_open(tmp_path: Path, monkeypat
 _COMET = """
 import sys
 from heavylift.config.deepspeed.settings import MonitorSettings
-from heavylift.monitor.master import MonitorMaster
+from heavylift.monitor.master import SINKS, MonitorMaster
 
 options = {"online": False, "project": "p", "experiment_name": "n", "samples_log_interval": 16}
 monitor = MonitorMaster([MonitorSettings("comet", options)], enabled=True)
@@ -192,6 +207,25 @@ def test_a_sink_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path, caps
     assert said.startswith("monitor csv: stopped, training goes on without it: [Errno 21] Is a directory")
     assert monitor.enabled
     assert scalars(tmp_path / "tb", "Train/Samples/lr") == [(8, 0.25), (16, 0.125), (24, 2.0)]
+
+
+def test_every_option_of_a_ds_config_has_its_sink(tmp_path: Path) -> None:
+    from heavylift.config.deepspeed.parse import load_settings
+
+    blocks: dict[str, Any] = {
+        "tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "tb"},
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path)},
+        "wandb": {"enabled": True, "group": "g", "team": "t", "project": "p"},
+        "comet": {"enabled": True, "samples_log_interval": 5, "online": False},
+    }
+    settings = load_settings({"train_batch_size": 8, **blocks}, world_size=1)
+    assert [monitor.kind for monitor in settings.monitors] == list(SINKS)
+    for monitor in settings.monitors:
+        # the names, without starting the programs
+        signature(SINKS[monitor.kind]).bind(**monitor.options)
+    (csv_monitor,) = [monitor for monitor in settings.monitors if monitor.kind == "csv"]
+    MonitorMaster([csv_monitor], enabled=True).write_events(EVENTS)
+    assert len(rows(tmp_path / "DeepSpeedJobName" / "Train_Samples_lr.csv")) == 3
 
 
 def test_names_of_events() -> None:

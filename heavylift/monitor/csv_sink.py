@@ -16,7 +16,7 @@ class CsvSink:
     Raises UserError where the folder cannot be made.
     """
 
-    def __init__(self, output_path: str = "", job_name: str = "DeepSpeedJobName") -> None:
+    def __init__(self, output_path: str | None = "", job_name: str = "DeepSpeedJobName") -> None:
         self.folder = log_folder("csv", output_path, job_name)
         self._files: dict[str, TextIO] = {}
 

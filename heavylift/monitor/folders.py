@@ -8,9 +8,9 @@ from pathlib import Path
 from heavylift.errors import UserError
 
 
-def log_folder(kind: str, output_path: str, job_name: str) -> Path:
-    """The folder `output_path`/`job_name`, made. Raises UserError where that fails."""
-    folder = Path(os.path.expanduser(output_path)) / job_name
+def log_folder(kind: str, output_path: str | None, job_name: str) -> Path:
+    """The folder `output_path`/`job_name`, made; no path: the working folder. Raises UserError where that fails."""
+    folder = Path(os.path.expanduser(output_path or "")) / job_name
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:

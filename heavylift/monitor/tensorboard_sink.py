@@ -15,7 +15,7 @@ class TensorBoardSink:
     Raises UserError where the package is missing or the folder cannot be made.
     """
 
-    def __init__(self, output_path: str = "", job_name: str = "DeepSpeedJobName") -> None:
+    def __init__(self, output_path: str | None = "", job_name: str = "DeepSpeedJobName") -> None:
         module = import_for("tensorboard", "torch.utils.tensorboard")
         self.folder = log_folder("tensorboard", output_path, job_name)
         self._writer = module.SummaryWriter(log_dir=str(self.folder))
