@@ -99,6 +99,7 @@ class ParamStates:
         """
         accumulation, overlap = self.optimizer._accumulation, self.optimizer._overlap
         if accumulation is not None:
+            accumulation.settle()
             return self._read_accumulated() if self.segment in accumulation.with_grad else None
         grad = self.segment.grad()
         if grad is not None:
@@ -118,6 +119,7 @@ class ParamStates:
         values = values.reshape(-1)
         if accumulation is not None and self.segment in accumulation.with_grad:
             self._settle()
+            accumulation.settle()
             for part, where, inside in self._overlaps():
                 assert part.accumulator is not None
                 part.accumulator[where].copy_(values[inside])

@@ -3,7 +3,8 @@
 Without accumulation the step reads `param.grad`, the reduced gradient in the parameters' dtype, as FSDP2 leaves it.
 With accumulation every reduced gradient is added in float32 to the accumulator of its part, on the part's tier, and
 `param.grad` is dropped at once. FSDP2 reduces in float32 and then rounds to the parameters' dtype; the sum here takes
-the value from before that rounding.
+the value from before that rounding. The host's part is added at once, with backward standing still (the specification,
+under schedule synchronous), or by the worker beside backward (`heavylift.offload.additions`): the bits are the same.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from heavylift.config.schema import Tier
+from heavylift.offload.additions import HostAdditions
 from heavylift.offload.groups import Group, Segment, local_tensor
 from heavylift.offload.hooks import listen_to_gradients
 from heavylift.offload.states import Part
 from heavylift.offload.stepping import PartStepper
 from heavylift.offload.timeline import Activity
+from heavylift.offload.worker import Worker
 
 
 class GradientAccumulation:
@@ -38,12 +41,25 @@ class GradientAccumulation:
         self._parts = dict(zip(groups, parts, strict=True))
         self._groups = tuple(groups)
         self._closed = False
+        self._additions: HostAdditions | None = None
         self.with_grad: set[Segment] = set()
         """Segments that got a gradient since the last step."""
         for group in groups:
             if isinstance(group.module, FSDPModule) and group.dtype != torch.float32:
                 group.module.set_all_reduce_hook(partial(self._on_reduced, group))
         self._hooks = listen_to_gradients(self._groups, self)
+
+    def add_on(self, worker: Worker) -> None:
+        """From here on `worker` adds the host's parts, beside backward."""
+        numel = max((part.numel for ps in self._parts.values() for part in ps if part.tier is Tier.HOST), default=0)
+        if numel > 0:
+            assert self._stepper.ring is not None
+            self._additions = HostAdditions(worker, self._stepper, self._stepper.ring.grads_host(numel))
+
+    def settle(self) -> None:
+        """Waits until every gradient so far is in the accumulators. Raises RuntimeError when an addition failed."""
+        if self._additions is not None:
+            self._additions.settle()
 
     def _on_reduced(self, group: Group, flat: torch.Tensor) -> None:
         """FSDP2 hands over the group's flat float32 gradient, before it rounds it."""
@@ -72,14 +88,19 @@ class GradientAccumulation:
         for part in self._parts[group]:
             where = part.overlap(segment)
             if where is not None:
-                self._add(part, where, source[part.overlap_in_segment(segment)])
+                self._add(group_index, part, where, source[part.overlap_in_segment(segment)])
+        if self._additions is not None and segment_index == len(group.segments) - 1:
+            self._additions.hand_over(group_index, group.name)
         param.grad = None
         self.with_grad.add(segment)
 
-    def _add(self, part: Part, where: slice, grad: torch.Tensor) -> None:
+    def _add(self, group_index: int, part: Part, where: slice, grad: torch.Tensor) -> None:
         assert part.accumulator is not None
         if part.tier is Tier.DEVICE:
             self._stepper.device.accumulate(part.accumulator[where], grad)
+            return
+        if self._additions is not None:
+            self._additions.add(group_index, part.group.name, part.accumulator[where], grad)
             return
         assert self._stepper.ring is not None
         with self._stepper.timeline.measure(Activity.ACCUMULATE, part.group.name):
@@ -90,7 +111,7 @@ class GradientAccumulation:
             self._stepper.host.accumulate(part.accumulator[where], staged)
 
     def reset(self) -> None:
-        """Forgets everything added: after a step, whether it was applied or skipped."""
+        """Forgets everything added: after a step, whether it was applied or skipped, and after `settle`."""
         for parts in self._parts.values():
             for part in parts:
                 assert part.accumulator is not None
@@ -103,6 +124,7 @@ class GradientAccumulation:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._additions = None
         self._groups = ()
         self._parts.clear()  # FSDP2 has no way to take back the hook that leads here
         self._reduced = None

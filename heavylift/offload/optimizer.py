@@ -161,6 +161,8 @@ class TieredAdamW(torch.optim.Optimizer):
         )
         if self._overlap is not None:
             self._overlap.speculate_next = self._speculates()
+            if self._accumulation is not None:
+                self._accumulation.add_on(self._overlap.worker)
         self._follow_parameters()
 
     def _allocate_ring(self, device: torch.device) -> StagingRing | None:
@@ -292,7 +294,7 @@ class TieredAdamW(torch.optim.Optimizer):
         return self.policy.speculates and recoverable
 
     def _step_accumulated(self, overlap: OverlappedSteps, accumulation: GradientAccumulation) -> None:
-        overlap.worker.drain()
+        accumulation.settle()
         self._begin_step()
         coefficient = self._take_norm(accumulated_sums(self.parts, self._stepper))
         if self.skipped:

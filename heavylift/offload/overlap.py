@@ -173,9 +173,12 @@ class OverlappedSteps:
         """Keeps the reduced gradient, which belongs to the reduce stream's pool, until the copy out of it is done."""
         if event is None:
             return
+        self._let_go_of_copied()
+        self._in_flight.append((event, flat))
+
+    def _let_go_of_copied(self) -> None:
         while self._in_flight and self._in_flight[0][0].query():
             self._in_flight.popleft()
-        self._in_flight.append((event, flat))
 
     def flush(self) -> None:
         """After backward: groups of which a parameter got no gradient are as ready as they will be."""
@@ -215,6 +218,8 @@ class OverlappedSteps:
                 elif not skip:
                     self._step_device_part(part, steps, state.grads_device)
         self.worker.turn_to_forward_order()
+        # the norm has been waited for, so nearly all are copied: the next forward's activations need their room
+        self._let_go_of_copied()
         self._in_step = False
         for group in self._groups:
             self._state[group] = _GroupState()

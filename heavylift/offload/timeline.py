@@ -33,9 +33,10 @@ class Activity(StrEnum):
     GRADIENT = "wait for gradient"
     """For the gradient to be computed and copied down."""
     ACCUMULATE = "accumulate"
-    """A gradient is copied down and added to the sum on the host, inside backward."""
+    """A gradient is added to the sum on the host: on the worker, or with its copy down inside backward."""
     SLOT = "wait for slot"
-    """For the copy up that last used the staging slot."""
+    """On the worker: for the copy up that last used the staging slot. In the training loop's thread: for the addition
+    of the gradient that is still in the slot."""
     ADAMW = "adamw"
     """The CPU kernel: a step, a correction or an undoing."""
     ISSUE = "issue copy"

@@ -34,17 +34,17 @@ class StepWaits:
     cpu_s: float
     """In the CPU kernel."""
     slot_s: float
-    """Waiting for a staging slot, that is, for a copy up."""
+    """The worker waiting for a staging slot, that is, for a copy up."""
     issue_s: float
     """Issuing the copies up; without a GPU, doing them."""
     accumulate_s: float
-    """Bringing gradients down and adding them up, inside backward."""
+    """Adding gradients of micro-batches up, on the worker; under `synchronous` with their copies down."""
     gradient_s: float
     """Waiting for gradients to be computed and copied down."""
     gate_s: float
     """The training thread blocked at gates."""
     drain_s: float
-    """The training thread blocked until the worker was idle."""
+    """The training thread blocked until the worker was idle, or had added up what lay in a staging slot."""
     gate_device_s: float
     """All-gather streams waiting at gates, measured by the GPU: an upper bound of what it lost there."""
     exposed_s: float
@@ -78,8 +78,8 @@ class WaitWatch:
 
     def step(self, step: int, schedule: Schedule, ranges: Sequence[Range], gate_device_s: float) -> StepWaits:
         """This process's seconds. `ranges`: all that ended since the last call."""
-        blocked = [r for r in ranges if r.activity in WAITS]
-        work = [r for r in ranges if r.activity in WORK]
+        blocked = [r for r in ranges if r.activity in WAITS or self._waits_for_slot(r)]
+        work = [r for r in ranges if r.activity in WORK and not self._waits_for_slot(r)]
         exposed_s = sum(r.seconds for r in work if r.thread != self._worker_thread)
         # work that began in the step before may have been waited for there
         exposed_s += shared_seconds([r for r in work if r.thread == self._worker_thread], self._last_blocked + blocked)
@@ -88,15 +88,19 @@ class WaitWatch:
             step=step,
             schedule=schedule.value,
             cpu_s=_seconds(ranges, Activity.ADAMW),
-            slot_s=_seconds(ranges, Activity.SLOT),
+            slot_s=_seconds(work, Activity.SLOT),
             issue_s=_seconds(ranges, Activity.ISSUE),
             accumulate_s=_seconds(ranges, Activity.ACCUMULATE),
             gradient_s=_seconds(ranges, Activity.GRADIENT),
             gate_s=_seconds(ranges, Activity.GATE),
-            drain_s=_seconds(ranges, Activity.DRAIN),
+            drain_s=_seconds(ranges, Activity.DRAIN) + _seconds(blocked, Activity.SLOT),
             gate_device_s=gate_device_s,
             exposed_s=exposed_s,
         )
+
+    def _waits_for_slot(self, one: Range) -> bool:
+        """Whether backward stood still because the worker had not yet added up what is in its staging slot."""
+        return one.activity is Activity.SLOT and self._worker_thread not in (None, one.thread)
 
 
 def _seconds(ranges: Iterable[Range], activity: Activity) -> float:
