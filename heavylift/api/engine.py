@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from heavylift.api.engine_checkpoint import EngineCheckpoint
 from heavylift.api.engine_info import EngineInfo
 from heavylift.api.engine_steps import EngineSteps
 
 
-class Engine(EngineSteps, EngineInfo):
+class Engine(EngineSteps, EngineInfo, EngineCheckpoint):
     """Trains a sharded model: `engine(batch)`, `engine.backward(loss)`, `engine.step()`.
 
     An `nn.Module` around the user's, which is `engine.module`; what the engine does not have is looked up there.

@@ -93,6 +93,11 @@ class EngineState(nn.Module):
         """The module's, as DTensors; see `module_state_dict`."""
         return self.module.state_dict(*args, **kwargs)
 
+    def tell_scale(self) -> None:
+        """To the optimizer: gradients carry the loss scale, and the number of ranks that they are a sum over."""
+        if self.settings.loss_scale is not None and self.optimizer is not None:
+            self.optimizer.set_grad_scale(self.loss_scaler.scale * self.world_size)
+
     def needs_optimizer(self, what: str) -> StepOptimizer:
         """The optimizer. Raises UserError where there is none."""
         if self.optimizer is None:

@@ -52,7 +52,7 @@ class EngineSteps(EngineState):
         self._reduces_always = sharded.stage > 1 or (
             settings.precision is not Precision.FP32 and presence_varies(sharded)
         )
-        self._tell_scale()
+        self.tell_scale()
 
     # ---- forward --------------------------------------------------------------------------------------------------
 
@@ -171,15 +171,10 @@ class EngineSteps(EngineState):
         self.global_samples += self._batch.train_batch
         self.skipped_steps += optimizer.skipped
         self.loss_scaler.update(optimizer.skipped)
-        self._tell_scale()
+        self.tell_scale()
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self._report_step()
-
-    def _tell_scale(self) -> None:
-        """Gradients carry the loss scale, and the number of ranks that they are a sum over."""
-        if self.settings.loss_scale is not None and self.optimizer is not None:
-            self.optimizer.set_grad_scale(self.loss_scaler.scale * self.world_size)
 
     def _report_step(self) -> None:
         every = self.settings.steps_per_print

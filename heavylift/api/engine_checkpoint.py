@@ -1,0 +1,267 @@
+"""Saving and loading an engine's training state, and writing its weights for others.
+
+A resumed run goes on bit for bit on the same number of ranks; on another number only the order of sums differs.
+Float32 masters are saved for every parameter, so weights too are restored with all their bits, by `load_module_only`
+also. All of these are collectives: every rank calls them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from heavylift.api import checkpoint
+from heavylift.api.checkpoint_states import load_states, restore_masters, saved_states, steps_taken
+from heavylift.api.engine_state import EngineState
+from heavylift.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+class EngineCheckpoint(EngineState):
+    """The part of an engine that writes and reads files."""
+
+    # ---- training state -------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes SAVE_DIR/TAG (default: `global_step<N>`) with everything that training needs to go on. True.
+
+        `client_state`: the script's own numbers, text, tensors, lists and dictionaries; rank 0's are saved. Raises
+        UserError for others, for tags that differ between ranks, and for a disk that refuses.
+        """
+        tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        checkpoint.same_on_all_ranks("tag", tag)
+        extras = checkpoint.pack_extras(
+            {
+                "client_state": client_state or {},
+                "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
+                "param_groups": self._group_values(),
+            }
+        )
+        self.settle()
+        tensors: dict[str, Any] = {
+            f"model.{name}": tensor.detach()
+            for name, tensor in self._model_tensors()
+            if not (exclude_frozen_parameters and isinstance(tensor, nn.Parameter) and not tensor.requires_grad)
+        }
+        training: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
+        training["loss_scaler"] = self.loss_scaler.state_dict()
+        if self.optimizer is not None:
+            tensors |= saved_states(self.optimizer, self._trained())
+            training["steps"] = steps_taken(self.optimizer, self._trained())
+        folder = Path(save_dir)
+        checkpoint.write(folder, tag, tensors, training, extras)
+        if save_latest:
+            checkpoint.write_latest(folder, tag)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., None] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Restores what `save_checkpoint` wrote: of `tag`, else the latest. Returns (its path, the client state).
+
+        (None, {}) where nothing was saved in `load_dir` yet. `load_module_only`: the weights alone. Raises UserError
+        for a tag that is not there, weights of another model (with `load_module_strict`), and damaged files.
+        """
+        if custom_load_fn is not None:
+            raise UserError("load_checkpoint: custom_load_fn is not supported; load into engine.module yourself")
+        path = checkpoint.find(Path(load_dir), tag)
+        if path is None:
+            if self.global_rank == 0:
+                logger.warning("load_checkpoint: nothing was saved in %s yet; training starts anew", load_dir)
+            return None, {}
+        training, extras, shapes = (
+            checkpoint.read_training(path),
+            checkpoint.read_extras(path),
+            checkpoint.read_shapes(path),
+        )
+        self.settle()
+        self._load_model(path, set(shapes), load_module_strict)
+        if self.optimizer is not None:
+            restore_masters(path, shapes, self.optimizer, self._trained())
+            self.optimizer.zero_grad()
+            if load_optimizer_states and not load_module_only:
+                self._load_optimizer(path, shapes, training, extras)
+        if load_module_only:
+            return str(path), extras["client_state"]
+        if load_lr_scheduler_states and self.lr_scheduler is not None and extras["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(extras["lr_scheduler"])
+        for name in _COUNTERS:
+            setattr(self, name, int(training[name]))
+        return str(path), extras["client_state"]
+
+    def _load_optimizer(self, path: Path, shapes: Any, training: dict[str, Any], extras: dict[str, Any]) -> None:
+        optimizer = self.needs_optimizer("load_checkpoint")
+        if len(extras["param_groups"]) != len(optimizer.param_groups):
+            raise UserError(
+                f"load_checkpoint: {path} has {len(extras['param_groups'])} parameter groups, this run "
+                f"{len(optimizer.param_groups)}; group them as before, or set load_optimizer_states=False"
+            )
+        load_states(path, shapes, optimizer, self._trained(), training.get("steps", {}))
+        for group, values in zip(optimizer.param_groups, extras["param_groups"], strict=True):
+            group.update(values)
+        self.loss_scaler.load_state_dict(training["loss_scaler"])
+        self.tell_scale()
+
+    def _group_values(self) -> list[dict[str, Any]]:
+        """Learning rate and the like of every parameter group."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+    def _load_model(self, path: Path, keys: set[str], strict: bool) -> None:
+        own = {f"model.{name}": tensor for name, tensor in self._model_tensors()}
+        missing = sorted(
+            key
+            for key, t in own.items()
+            if key not in keys and not (isinstance(t, nn.Parameter) and not t.requires_grad)
+        )
+        unknown = sorted(key for key in keys if key.startswith("model.") and key not in own)
+        if strict and (missing or unknown):
+            lacks, has = [", ".join(k.removeprefix("model.") for k in some[:3]) for some in (missing, unknown)]
+            raise UserError(
+                f"load_checkpoint: {path} holds another model: "
+                + "; ".join(
+                    text
+                    for text in (f"it lacks {lacks}" if lacks else "", f"it has {has}, unknown here" if has else "")
+                    if text
+                )
+                + "; build the same model, or set load_module_strict=False"
+            )
+        targets = {key: tensor.detach() for key, tensor in own.items() if key in keys}
+        shapes = checkpoint.read_shapes(path)
+        for key, tensor in targets.items():
+            if tuple(shapes[key].size) != tuple(tensor.shape):
+                raise UserError(
+                    f"load_checkpoint: {key.removeprefix('model.')} has shape {tuple(shapes[key].size)} in {path}, "
+                    f"{tuple(tensor.shape)} in this model"
+                )
+        checkpoint.read_tensors(path, targets)
+
+    def _model_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters, each once, and the buffers that belong to a state_dict."""
+        yield from self.module.named_parameters()
+        kept = self.module.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name in kept)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    # ---- weights for others ---------------------------------------------------------------------------------------
+
+    def module_state_dict(
+        self, destination: dict[str, Any] | None = None, prefix: str = "", exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any]:
+        """The module's state_dict. Stages 0 to 2: whole tensors, on every rank. Stage 3: DTensors of the shards."""
+        self.settle()
+        result: dict[str, Any] = {} if destination is None else destination
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        for name, tensor in self.module.state_dict().items():
+            if exclude_frozen_parameters and name in frozen:
+                continue
+            whole = isinstance(tensor, DTensor) and self._sharded.stage < 3
+            result[prefix + name] = tensor.full_tensor() if whole else tensor
+        return result
+
+    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True, **_: Any) -> None:
+        """Writes whole tensors (the same on every rank) or DTensors into the module; masters follow.
+
+        Raises UserError for missing and unknown names (with `strict`) and for other shapes.
+        """
+        from heavylift.api.shards import own_part
+        from heavylift.offload.groups import local_tensor
+
+        self.settle()
+        own = self.module.state_dict()
+        missing, unknown = own.keys() - state_dict.keys(), state_dict.keys() - own.keys()
+        if strict and (missing or unknown):
+            raise UserError(
+                f"load_module_state_dict: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}; or strict=False"
+            )
+        with torch.no_grad():
+            for name in own.keys() & state_dict.keys():
+                given = state_dict[name]
+                part = local_tensor(given) if isinstance(given, DTensor) else own_part(own[name], given)
+                local_tensor(own[name]).copy_(part)
+
+    def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+        """All weights whole, in the parameters' dtype, on the CPU of rank 0; None on the others. Tensor by tensor."""
+        self.settle()
+        frozen = {id(p) for p in self.module.parameters() if not p.requires_grad}
+        result: dict[str, torch.Tensor] = {}
+        seen: dict[int, torch.Tensor] = {}
+        params = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, tensor in self.module.state_dict().items():
+            source = params.get(name, tensor)
+            if exclude_frozen_parameters and id(source) in frozen:
+                continue
+            if id(source) not in seen:
+                whole = source.detach()
+                whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+                # ranks other than 0 keep nothing but the fact
+                seen[id(source)] = whole.cpu() if self.global_rank == 0 else whole.new_empty(0)
+            result[name] = seen[id(source)]
+        return result if self.global_rank == 0 else None
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the weights as one file, in the parameters' dtype: safetensors where the name ends so, else torch's.
+
+        False, and a warning, at stage 3 without `stage3_gather_16bit_weights_on_model_save`: rank 0 must then not
+        hold the whole model.
+        """
+        if self._sharded.stage == 3 and not self.settings.gather_16bit_weights_on_save:
+            if self.global_rank == 0:
+                logger.warning(
+                    "save_16bit_model: saved nothing, zero_optimization.stage3_gather_16bit_weights_on_model_save is "
+                    "false; set it to true, or use save_checkpoint"
+                )
+            return False
+        state_dict = self.consolidated_state_dict(exclude_frozen_parameters)
+        folder = Path(save_dir)
+
+        def action() -> None:
+            assert state_dict is not None
+            folder.mkdir(parents=True, exist_ok=True)
+            if save_filename.endswith(".safetensors"):
+                from safetensors.torch import save_file
+
+                names = {id(t): name for name, t in reversed(state_dict.items())}  # a tied weight once
+                once = {name: t.contiguous() for name, t in state_dict.items() if names[id(t)] == name}
+                save_file(once, folder / save_filename, metadata={"format": "pt"})
+            else:
+                torch.save(state_dict, folder / save_filename)
+
+        checkpoint.on_first_rank(action)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        # the name that Accelerate calls
+        return self.consolidated_state_dict(exclude_frozen_parameters)

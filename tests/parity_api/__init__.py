@@ -1,0 +1,1 @@
+"""Both sides of the comparisons in test_api_*.py."""
