@@ -18,9 +18,11 @@ from conftest import command_env
 
 from heavylift.errors import UserError
 from heavylift.launch.hostfile import choose, read_hostfile
-from heavylift.launch.multinode import forwarded_environment, read_environment_file
+from heavylift.launch.multinode import forwarded_environment, read_environment_file, remote_line
 from heavylift.launch.options import parse_options
-from heavylift.launch.slurm import expand_nodes, srun_command
+from heavylift.launch.placement import parse_places
+from heavylift.launch.slurm import expand_nodes, job_nodes, srun_command
+from heavylift.launch.start import _own_cores
 from heavylift.launch.surroundings import Node, Rank, surroundings
 
 # notes its arguments, then runs the last one as sshd would: with a shell, and with a bare environment
@@ -57,24 +59,28 @@ sys.exit(max(task.wait() for task in tasks))
 """
 TRAIN = """
 import json, os, sys, time
-import torch
-import torch.distributed as dist
 rank = int(os.environ["RANK"])
-dist.init_process_group("gloo")
-total = torch.full((3,), float(rank + 1))
-dist.all_reduce(total)
+total = None
+if "--sum" in sys.argv:
+    import torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.full((3,), float(rank + 1))
+    dist.all_reduce(total)
+    total = total.tolist()
+    dist.destroy_process_group()
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "AM_ON", "NCCL_DEBUG", "FROM_FILE", "MASTER_ADDR", "CROSS_RANK")
 note = {name: os.environ.get(name) for name in names}
-note |= {"total": total.tolist(), "argv": sys.argv[1:], "cwd": os.getcwd(), "pid": os.getpid()}
+note |= {"total": total, "argv": sys.argv[1:], "cwd": os.getcwd(), "pid": os.getpid()}
 with open(f"rank{rank}.tmp", "w") as file:
     json.dump(note, file)
-dist.barrier()
 os.rename(f"rank{rank}.tmp", f"rank{rank}.json")
 if "--die" in sys.argv and rank == 1:
+    while not os.path.exists("rank0.json"):
+        time.sleep(0.05)
     raise RuntimeError("boom on the second node")
 if "--die" in sys.argv or "--sleep" in sys.argv:
     time.sleep(300)
-dist.destroy_process_group()
 """
 
 
@@ -145,7 +151,7 @@ def gone(pids: list[int], within_s: float = 60) -> bool:
 def test_two_nodes_train_together_over_ssh(cluster: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
     (cluster / ".deepspeed_env").write_text("FROM_FILE=a value with 'quotes'\n# comment\nNCCL_DEBUG=WARN\n")
     flags = ["-H", "hosts", "--ssh_port", "2222", "--launcher_args=-o Compression=yes", "--master_port", free_port()]
-    process = launch(*flags, "train.py", "--two words", "x", NCCL_DEBUG="INFO", SECRET="stays here")
+    process = launch(*flags, "train.py", "--two words", "--sum", NCCL_DEBUG="INFO", SECRET="stays here")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     found = notes(cluster)
@@ -159,7 +165,7 @@ def test_two_nodes_train_together_over_ssh(cluster: Path, launch: Callable[..., 
             "a value with 'quotes'",
             "127.0.0.1",
         )
-        assert note["argv"] == ["--local_rank=0", "--two words", "x"] and note["cwd"] == str(cluster)
+        assert note["argv"] == ["--local_rank=0", "--two words", "--sum"] and note["cwd"] == str(cluster)
     calls = [json.loads(line) for line in (cluster.parent / "log").read_text().splitlines()]
     assert all(call[:2] == ["-p", "2222"] and "Compression=yes" in call for call in calls)
     assert sorted(call[-2] for call in calls if call[-1] == "true") == ["node-a", "node-b"]
@@ -183,9 +189,11 @@ def test_a_failure_on_one_node_ends_the_other(cluster: Path, launch: Callable[..
 def test_a_signal_ends_the_ranks_of_every_node(
     cluster: Path, launch: Callable[..., subprocess.Popen[str]], number: signal.Signals
 ) -> None:
+    (cluster / "hosts").write_text("localhost slots=1\nnode-b slots=1\n")
     flags = ["-H", "hosts", "--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", free_port()]
     process = launch(*flags, "train.py", "--sleep")
     pids = [note["pid"] for note in notes(cluster)]
+    assert [note["AM_ON"] for note in notes(cluster)] == [None, "node-b"]  # no ssh to this machine itself
     process.send_signal(number)
     _, err = process.communicate(timeout=120)
     assert gone(pids)
@@ -218,7 +226,7 @@ def test_without_the_check_a_host_that_ssh_does_not_reach_is_named_too(
 
 def test_nodes_started_by_hand(cluster: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
     flags = ["--no_ssh", "--num_nodes", "2", "--master_addr", "127.0.0.1", "--master_port", free_port()]
-    both = [launch(*flags, "--node_rank", str(rank), "train.py") for rank in range(2)]
+    both = [launch(*flags, "--node_rank", str(rank), "train.py", "--sum") for rank in range(2)]
     for process in both:
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
@@ -234,20 +242,35 @@ def test_srun_starts_a_launcher_per_node(cluster: Path, launch: Callable[..., su
     assert process.returncode == 0, err
     found = notes(cluster)
     assert [note["AM_ON"] for note in found] == ["gpu07", "gpu09"]
-    assert [note["total"] for note in found] == [[3.0, 3.0, 3.0]] * 2
+    assert [(note["RANK"], note["WORLD_SIZE"]) for note in found] == [("0", "2"), ("1", "2")]
     assert "'--nodelist=gpu07,gpu09'" in (cluster.parent / "log").read_text()
     assert "'--mem=0'" in (cluster.parent / "log").read_text()
 
 
 def test_under_torchrun_every_process_is_a_rank(cluster: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    argv = [*torchrun, "-m", "heavylift.cli.main", "launch", "--num_gpus", "2", "train.py", "x"]
+    argv = [*torchrun, "-m", "heavylift.cli.main", "launch", "--num_gpus", "2", "train.py", "--sum"]
     done = subprocess.run(argv, cwd=cluster, env=command_env(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = notes(cluster)
-    assert [note["argv"] for note in found] == [["--local_rank=0", "x"], ["--local_rank=1", "x"]]
+    assert [note["argv"] for note in found] == [["--local_rank=0", "--sum"], ["--local_rank=1", "--sum"]]
     assert [note["total"] for note in found] == [[3.0, 3.0, 3.0]] * 2
     assert done.stderr.count("started by torchrun") == 1
+
+
+def test_cores_of_a_rank_that_others_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun has given this task a core of its own; torchrun has left all ranks all cores."""
+    core = min(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {core})
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    plain, bound = parse_options(["s.py"]), parse_options(["--bind_cores_to_rank", "s.py"])
+    for options in (plain, bound):
+        given = _own_cores(options, 4)
+        assert given["HEAVYLIFT_BIND"] == "0"
+        assert [place.cpus for place in parse_places(given["HEAVYLIFT_PLACES"])] == [(core,)] * 4
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert _own_cores(plain, 2) == {}
+    assert _own_cores(bound, 2)["HEAVYLIFT_BIND"] == "1"
 
 
 def test_hostfile(tmp_path: Path) -> None:
@@ -322,6 +345,14 @@ def test_environment_for_the_nodes(tmp_path: Path) -> None:
     }
 
 
+def test_remote_line_is_what_a_shell_wants(tmp_path: Path) -> None:
+    (tmp_path / "venv script").write_text("export FROM_VENV=yes\n")
+    variables = {"A": "it's $HOME"}
+    line = remote_line(str(tmp_path), variables, "./venv script", ["sh", "-c", 'echo "$PWD|$A|$FROM_VENV"'])
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
+    assert done.stdout == f"{tmp_path}|it's $HOME|yes\n", done.stderr
+
+
 def test_slurm_node_lists() -> None:
     assert expand_nodes("gpu[01-03,7],login") == ["gpu01", "gpu02", "gpu03", "gpu7", "login"]
     assert expand_nodes("r[1-2]-ib") == ["r1-ib", "r2-ib"] and expand_nodes("one") == ["one"]
@@ -330,8 +361,6 @@ def test_slurm_node_lists() -> None:
             expand_nodes(wrong)
     assert srun_command(["a", "b"], ["-x"], ["cmd"])[-2:] == ["-x", "cmd"]
     with pytest.raises(UserError, match="--launcher slurm: not in a SLURM job"):
-        from heavylift.launch.slurm import job_nodes
-
         job_nodes({})
 
 

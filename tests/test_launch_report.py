@@ -133,3 +133,19 @@ def test_pipes_pass_on_everything_and_keep_the_end(tmp_path: Path) -> None:
     assert stderr.end(1).endswith(b"1last of 1") and set(stderr.end(0)) == {ord("0")}
     assert len(stderr.end(0)) == 16384
     stderr.close()
+
+
+def test_on_a_terminal_the_ranks_have_one(tmp_path: Path) -> None:
+    screen, target = os.openpty()
+    with RankStderr(str(tmp_path), 1, target) as stderr:
+        code = (
+            "from heavylift.launch.rank_output import worker_redirect; worker_redirect(); import sys\n"
+            "print(sys.stderr.isatty(), file=sys.stderr)"
+        )
+        env = command_env(HEAVYLIFT_STDERR_PIPES=str(tmp_path), LOCAL_RANK="0")
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert stderr.end(0) == b"True\n"
+    assert os.read(screen, 100) == b"True\r\n"  # one carriage return, not two
+    os.close(screen)
+    os.close(target)

@@ -1,8 +1,9 @@
 """What the ranks write: passed on as it comes, with the end of each rank's stderr kept to be shown when it fails.
 
 The launcher makes one named pipe per rank, and `heavylift.launch.entry` puts it in the place of stderr: what a
-process that dies without a word (a signal, an abort in C++) wrote last is then in the pipe, not lost. With
-`--enable_each_rank_log` stdout and stderr of a rank go to a file instead, and the end is read from there.
+process that dies without a word (a signal, an abort in C++) wrote last is then in the pipe, not lost. On a terminal
+the pipes are pseudo-terminals, so that progress bars and colours stay. With `--enable_each_rank_log` stdout and
+stderr of a rank go to a file instead, and the end is read from there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import selectors
+import termios
 import threading
 from pathlib import Path
 
@@ -29,7 +31,7 @@ def worker_redirect() -> None:
         os.dup2(file, 2)
         os.close(file)
     elif (folder := os.environ.pop(PIPES_VARIABLE, None)) is not None:
-        pipe = os.open(_pipe(folder, int(os.environ["LOCAL_RANK"])), os.O_WRONLY)
+        pipe = os.open(_pipe(folder, int(os.environ["LOCAL_RANK"])), os.O_WRONLY | os.O_NOCTTY)
         os.dup2(pipe, 2)
         os.close(pipe)
 
@@ -65,11 +67,9 @@ class RankStderr:
         self.folder = folder
         self._target = target
         self._kept = [b""] * num_ranks
-        # opened for writing too: such a pipe never ends while ranks come and go
-        self._pipes = []
-        for rank in range(num_ranks):
-            os.mkfifo(_pipe(folder, rank), 0o600)
-            self._pipes.append(os.open(_pipe(folder, rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        self._kept_open: list[int] = []
+        make = self._make_terminal if os.isatty(target) else self._make_fifo
+        self._pipes = [make(_pipe(folder, rank)) for rank in range(num_ranks)]
         self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._pass_on, name="rank-stderr", daemon=True)
 
@@ -89,13 +89,29 @@ class RankStderr:
         for rank in range(len(self._pipes)):
             while self._read(rank):
                 pass
-        for descriptor in (*self._pipes, self._stop_read):
+        for descriptor in (*self._pipes, *self._kept_open, self._stop_read):
             os.close(descriptor)
         self._pipes = []
 
     def end(self, local_rank: int) -> bytes:
         """The last bytes that this rank wrote."""
         return self._kept[local_rank]
+
+    def _make_fifo(self, path: Path) -> int:
+        os.mkfifo(path, 0o600)
+        # opened for writing too: such a pipe never ends while ranks come and go
+        return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def _make_terminal(self, path: Path) -> int:
+        ours, theirs = os.openpty()
+        attributes = termios.tcgetattr(theirs)
+        attributes[1] &= ~termios.OPOST  # the real terminal turns line ends into its own already
+        termios.tcsetattr(theirs, termios.TCSANOW, attributes)
+        termios.tcsetwinsize(theirs, termios.tcgetwinsize(self._target))
+        path.symlink_to(os.ttyname(theirs))
+        self._kept_open.append(theirs)  # as long as it is open, reading never ends
+        os.set_blocking(ours, False)
+        return ours
 
     def _pass_on(self) -> None:
         with selectors.DefaultSelector() as selector:

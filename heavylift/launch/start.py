@@ -9,7 +9,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,8 +35,8 @@ from heavylift.launch.multinode import (
 )
 from heavylift.launch.options import DEFAULT_HOSTFILE, DEFAULT_PORT, LaunchOptions
 from heavylift.launch.pid_file import saved_pid
-from heavylift.launch.placement import dump_places, place_ranks
-from heavylift.launch.quota import PLACES_VARIABLE, num_usable_cores
+from heavylift.launch.placement import place_ranks
+from heavylift.launch.quota import num_usable_cores
 from heavylift.launch.rank_output import LOG_VARIABLE
 from heavylift.launch.resctrl import partitions, partitions_from_environment
 from heavylift.launch.runner import NodeRun, run_node
@@ -78,12 +77,13 @@ def start(options: LaunchOptions) -> int:
         _become_rank(options, around)
     if options.no_ssh or options.node_rank is not None:
         return start_node(options, _by_hand(options), quiet_end=ours)
-    if options.launcher == "slurm" and not isinstance(around, Node):
+    if isinstance(around, Node):
+        # every node runs this line: to start the others from here would start them many times over
+        _note(options, f"started by {around.who} as node {around.node_rank} of {around.num_nodes}; no hostfile is read")
+        return start_node(options, _of_surroundings(options, around), quiet_end=ours)
+    if options.launcher == "slurm":
         return _start_by_srun(options)
     hostfile = options.hostfile or (DEFAULT_HOSTFILE if DEFAULT_HOSTFILE.exists() else None)
-    if isinstance(around, Node) and options.hostfile is None and options.num_nodes is None:
-        _note(options, f"{around.who}: node {around.node_rank} of {around.num_nodes}")
-        return start_node(options, _of_surroundings(options, around), quiet_end=ours)
     if hostfile is None:
         return start_node(options, _alone(options), quiet_end=ours)
     chosen = choose(read_hostfile(hostfile), options.include, options.exclude, options.num_nodes, options.num_gpus)
@@ -114,7 +114,7 @@ def start_node(options: LaunchOptions, place: NodePlace, quiet_end: bool = False
         "CROSS_SIZE": str(place.num_nodes),
         **({VISIBLE_VARIABLE: device_list(place.slots, gpus)} if gpus else {}),
         **({AS_DEEPSPEED_VARIABLE: "1"} if options.as_deepspeed else {}),
-        **_rank_logs(options, place),
+        **_rank_logs(options, speaks=place.node_rank == 0),
     }
     run = NodeRun(
         num_ranks,
@@ -184,6 +184,8 @@ def _by_hand(options: LaunchOptions) -> NodePlace:
 
 
 def _of_surroundings(options: LaunchOptions, node: Node) -> NodePlace:
+    if options.num_nodes not in (None, node.num_nodes):
+        raise UserError(f"--num_nodes {options.num_nodes}: {node.who} has started {node.num_nodes} nodes; leave it out")
     addr = options.master_addr or node.master_addr
     port = options.master_port or node.master_port
     return NodePlace("localhost", _local_slots(options), node.node_rank, node.num_nodes, None, addr, port)
@@ -296,20 +298,27 @@ def _become_rank(options: LaunchOptions, rank: Rank) -> NoReturn:
         _note(options, f"started by {rank.who}: every process is one rank; flags about machines have no effect")
     if options.as_deepspeed:
         environment[AS_DEEPSPEED_VARIABLE] = "1"
-    environment.update(_own_cores(int(rank.variables["LOCAL_WORLD_SIZE"]), environment))
+    environment.update(_rank_logs(options, speaks=rank.variables["RANK"] == "0"))
+    environment.update(_own_cores(options, int(rank.variables["LOCAL_WORLD_SIZE"])))
     argv = [sys.executable, "-P", "-u", "-m", "heavylift.launch.entry", *_entry_arguments(options)]
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, argv, environment)
 
 
-def _own_cores(local_world_size: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """srun gives each task cores of its own: they are not to be divided once more."""
+def _own_cores(options: LaunchOptions, local_world_size: int) -> dict[str, str]:
+    """Variables about cores for a rank that something else started.
+
+    srun gives each task cores of its own: they are not to be divided once more. Else every rank of the machine
+    divides them in the same way when it is to be bound.
+    """
     mask = os.sched_getaffinity(0)
-    if local_world_size == 1 or len(mask) * local_world_size > (os.cpu_count() or 1):
+    if local_world_size > 1 and len(mask) * local_world_size <= (os.cpu_count() or 1) and options.core_list is None:
+        own = place_ranks(read_topology(mask), [None], num_usable_cores())[0]
+        return binding_environment([own] * local_world_size, bind=False)
+    if not options.bind_cores:
         return {}
-    own = place_ranks(read_topology(mask), [None], num_usable_cores())[0]
-    return {PLACES_VARIABLE: dump_places([own] * local_world_size)}
+    return binding_environment(machine_places(local_world_size, core_list=options.core_list), bind=True)
 
 
 def _check_slots(place: NodePlace, gpus: int) -> None:
@@ -340,7 +349,7 @@ def _check_script(options: LaunchOptions) -> None:
         raise UserError(f"{name}: there is no such script (in {os.getcwd()})")
 
 
-def _rank_logs(options: LaunchOptions, place: NodePlace) -> dict[str, str]:
+def _rank_logs(options: LaunchOptions, speaks: bool) -> dict[str, str]:
     if options.rank_log_dir is None:
         return {}
     folder = options.rank_log_dir.absolute()
@@ -349,7 +358,7 @@ def _rank_logs(options: LaunchOptions, place: NodePlace) -> dict[str, str]:
     except OSError as error:
         raise UserError(f"--enable_each_rank_log {folder}: cannot be made: {error.strerror}") from None
     prefix = folder / time.strftime("%Y%m%d%H%M%S")
-    if place.node_rank == 0:
+    if speaks:
         _note(options, f"each rank writes to {prefix}_rankN.log")
     return {LOG_VARIABLE: str(prefix)}
 
