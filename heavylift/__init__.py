@@ -21,6 +21,11 @@ _HOMES = {
     "initialize": "heavylift.api.initialize",
 }
 """Public name -> module, or module:name where it has another name there."""
+_MODULES = {
+    "checkpointing": "heavylift.api.activation_checkpointing",
+    "zero": "heavylift.api.zero",
+}
+"""Public names that are modules."""
 
 __all__ = [
     "DeepSpeedConfigError",
@@ -28,12 +33,16 @@ __all__ = [
     "Engine",
     "UserError",
     "add_config_arguments",
+    "checkpointing",
     "init_distributed",
     "initialize",
+    "zero",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -44,4 +53,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_MODULES})
