@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks.pool import run_on_ranks
 from torch import nn
 
 from heavylift.api.reports import EngineReports, StepFacts
@@ -30,7 +31,8 @@ def train(settings: Settings, num_steps: int, rank: int = 0) -> tuple[list[str],
         for micro in range(2):
             with reports.forward(step):
                 loss = model(torch.randn(4, 8)).square().mean()
-            with reports.backward(loss):
+            reports.saw_loss(loss / 2, factor=2)
+            with reports.backward():
                 (loss / 2).backward()
             found.append(loss.item())
             facts = None
@@ -129,3 +131,61 @@ def test_a_forward_that_fails_ends_its_measuring() -> None:
     with reports.forward(0):
         model(torch.randn(2, 8))
     assert not model._forward_hooks
+
+
+def engine_job(folder: str) -> tuple[list[float], list[float], dict[str, float], bool, str]:
+    """(own loss of each micro-batch, rates after each step, times, whether the monitor is on, what was said)."""
+    import contextlib
+    import io
+
+    import heavylift
+
+    config = {
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}},
+        "zero_optimization": {"stage": 2},
+        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"},
+        "wall_clock_breakdown": True,
+        "steps_per_print": 2,
+        "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": f"{folder}/profile.txt"},
+    }
+    torch.manual_seed(0)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        engine, *_ = heavylift.initialize(model=nn.Linear(8, 1), config=config)
+        losses, rates = [], []
+        for step in range(4):
+            for _ in range(2):
+                loss = engine(torch.randn(4, 8)).square().mean()
+                losses.append(loss.item())
+                if step % 2:
+                    engine.scale(loss).backward()
+                else:
+                    engine.backward(loss)
+                engine.step()
+            rates.append(engine.get_lr()[0])
+        found = engine.get_wall_clock_timers()
+        is_on = engine.monitor.enabled
+        engine.destroy()
+    return losses, rates, found, is_on, said.getvalue()
+
+
+def test_an_engine_reports_while_it_trains(tmp_path: Path) -> None:
+    first, second = run_on_ranks(2, engine_job, str(tmp_path))
+    losses, rates, times_ms, is_on, said = first
+    assert rates == pytest.approx([0, 0.0025, 0.005, 0.0075])
+    assert column(tmp_path, "lr") == [(16 * k, pytest.approx(rate)) for k, rate in enumerate(rates, 1)]
+    means = [(losses[2 * k] + losses[2 * k + 1]) / 2 for k in range(4)]
+    assert column(tmp_path, "train_loss") == [(16 * k, pytest.approx(mean)) for k, mean in enumerate(means, 1)]
+    assert is_on and set(times_ms) == {"forward", "backward", "backward_inner", "step"}
+    assert [x for x, _ in column(tmp_path, "elapsed_time_ms_step")] == [32, 64]
+    lines = [line for line in said.splitlines() if line.startswith("step=")]
+    assert [line.split(" | ")[0].split(", ")[0] for line in lines] == ["step=2", "step=2", "step=4", "step=4"]
+    assert "skipped=0, lr=[0.0025], mom=[(0.9, 0.999)], grad_norm=" in lines[1]
+    text = (tmp_path / "profile.txt").read_text()
+    assert "flops profile, step 2" in text and f"forward FLOPs per process                 {2 * 4 * 8} FLOPS" in text
+    assert "processes                                 2" in text
+    assert (second[2], second[3]) == ({}, False)
+    assert "step=" not in second[4]

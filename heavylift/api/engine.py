@@ -32,5 +32,6 @@ class Engine(EngineSteps, EngineInfo, EngineCheckpoint):
         """Ends the optimizer's threads and frees its memory; the engine cannot train afterwards. Twice is fine."""
         self._presence.close()
         self._read_hook.remove()
+        self.reports.close()
         if self.optimizer is not None:
             self.optimizer.close()

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from heavylift.api.distributed import Ranks
 from heavylift.api.engine_state import EngineState, StepOptimizer
 from heavylift.api.presence import presence_varies
+from heavylift.api.reports import EngineReports, StepFacts
 from heavylift.config.deepspeed.settings import Precision, Settings
 from heavylift.engine import attention_kernels
 from heavylift.errors import UserError
@@ -53,6 +54,8 @@ class EngineSteps(EngineState):
             settings.precision is not Precision.FP32 and presence_varies(sharded)
         )
         self.tell_scale()
+        self.reports = EngineReports(settings, sharded.module, ranks.device, ranks.rank)
+        self.monitor = self.reports.monitor
 
     # ---- forward --------------------------------------------------------------------------------------------------
 
@@ -62,7 +65,8 @@ class EngineSteps(EngineState):
             args, kwargs = tree_map(self._to_half, (args, kwargs))
         autocast = self.autocast_dtype
         cast = nullcontext() if autocast is None else torch.autocast(self.device.type, dtype=autocast)
-        with attention_kernels(self.device), cast:
+        told = self.reports.forward(self.global_steps) if torch.is_grad_enabled() else nullcontext()
+        with attention_kernels(self.device), cast, told:
             output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
             # no backward will: and the next step must not leave stale whole parameters behind
@@ -84,7 +88,7 @@ class EngineSteps(EngineState):
         micro-batches already. Returns the loss over the number of micro-batches, detached.
         """
         scaled = self._scaled(loss, scale_wrt_gas)
-        with attention_kernels(self.device):
+        with attention_kernels(self.device), self.reports.backward():
             scaled.backward(retain_graph=retain_graph)
         divisor = self._batch.accumulation if scale_wrt_gas else 1
         return loss.detach() / divisor
@@ -96,6 +100,7 @@ class EngineSteps(EngineState):
     def _scaled(self, loss: torch.Tensor, scale_wrt_gas: bool) -> torch.Tensor:
         self.needs_optimizer("backward")
         _check_loss(loss)
+        self.reports.saw_loss(loss, 1.0 if scale_wrt_gas else self._batch.accumulation)
         reduces = self._reduces_always or (self.is_gradient_accumulation_boundary() and not self._holds_back)
         self._sharded.set_last_micro_batch(reduces)
         self._num_backwards += 1
@@ -153,18 +158,22 @@ class EngineSteps(EngineState):
             raise UserError("step: called inside of no_sync, where gradients are not reduced; call it after")
         optimizer = self.needs_optimizer("step")
         self._step_applied = False
+        facts = None
         if self.is_gradient_accumulation_boundary():
             if self._num_backwards == 0:
                 raise UserError(
                     "step: no backward since the last step; call engine.backward(loss) or engine.scale(loss).backward()"
                 )
             self._take_step(optimizer, lr_kwargs or {})
+            facts = self._step_facts(optimizer)
         self.micro_steps += 1
+        self.reports.micro_step_done(facts)
 
     def _take_step(self, optimizer: StepOptimizer, lr_kwargs: dict[str, Any]) -> None:
-        self._sharded.reshard()
-        optimizer.step()
-        optimizer.zero_grad()
+        with self.reports.step():
+            self._sharded.reshard()
+            optimizer.step()
+            optimizer.zero_grad()
         self._num_backwards = 0
         self._step_applied = not optimizer.skipped
         self.global_steps += 1
@@ -174,18 +183,22 @@ class EngineSteps(EngineState):
         self.tell_scale()
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        self._report_step()
 
-    def _report_step(self) -> None:
-        every = self.settings.steps_per_print
-        if every is None or self.global_rank != 0 or self.global_steps % every:
-            return
-        optimizer = self.needs_optimizer("step")
-        rates = ", ".join(f"{group['lr']:g}" for group in optimizer.param_groups)
-        print(
-            f"step {self.global_steps}  skipped {self.skipped_steps}  lr {rates}  grad norm {optimizer.grad_norm:.4g}",
-            flush=True,
+    def _step_facts(self, optimizer: StepOptimizer) -> StepFacts:
+        groups = optimizer.param_groups
+        return StepFacts(
+            step=self.global_steps,
+            num_skipped=self.skipped_steps,
+            global_samples=self.global_samples,
+            lrs=[float(group["lr"]) for group in groups],
+            moms=[group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in groups],
+            loss_scale=None if self.settings.loss_scale is None else self.loss_scaler.scale,
+            grad_norm=optimizer.grad_norm,
         )
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """What `wall_clock_breakdown` last told: milliseconds of each phase, mean per optimizer step. Rank 0's."""
+        return dict(self.reports.breakdown.last_ms)
 
     def was_step_applied(self) -> bool:
         """Whether the last step() changed the weights: on the boundary, and not skipped."""

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from heavylift.api.flops_profiler import FlopsProfiler, ProfiledEngine
+from heavylift.api.flops_profiler import FlopsProfiler
 from heavylift.api.memory_usage import memory_line
 from heavylift.api.timers import Phase, ThroughputTimer, WallClockBreakdown, progress_line
-from heavylift.config.deepspeed.settings import Settings
+from heavylift.config.deepspeed.settings import BatchSizes, Settings
 from heavylift.monitor.events import elapsed_events, step_events
 from heavylift.monitor.master import MonitorMaster
 
@@ -42,11 +42,22 @@ class StepFacts:
     grad_norm: float | None = None
 
 
-class EngineReports:
-    """Everything that `settings` asks to be told, on rank 0.
+class _Sizes:
+    """What the profiler's report tells about the run."""
 
-    `engine` is what the profiler's report tells the sizes of. Raises UserError for a monitor that cannot be opened.
-    """
+    def __init__(self, batch: BatchSizes) -> None:
+        self._batch = batch
+        self.world_size = batch.train_batch // (batch.micro_batch * batch.accumulation)
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._batch.micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._batch.accumulation
+
+
+class EngineReports:
+    """Everything that `settings` asks to be told, on rank 0. Raises UserError for a monitor that cannot be opened."""
 
     def __init__(
         self,
@@ -54,7 +65,6 @@ class EngineReports:
         model: nn.Module,
         device: torch.device,
         rank: int,
-        engine: ProfiledEngine | None = None,
         say: Callable[[str], Any] = lambda line: print(line, flush=True),
     ) -> None:
         self._tells = rank == 0
@@ -74,7 +84,7 @@ class EngineReports:
             self._throughput = ThroughputTimer(settings.batch.train_batch, device=device)
         self._profiler: FlopsProfiler | None = None
         if self._tells and settings.flops_profiler.enabled:
-            self._profiler = FlopsProfiler(model, engine, settings.flops_profiler.recompute_fwd_factor)
+            self._profiler = FlopsProfiler(model, _Sizes(settings.batch), settings.flops_profiler.recompute_fwd_factor)
         self._losses: list[torch.Tensor] = []
 
     def forward(self, num_steps: int) -> AbstractContextManager[Any]:
@@ -95,14 +105,17 @@ class EngineReports:
             if profiler is not None:
                 profiler.stop_profile()
 
+    def saw_loss(self, loss: torch.Tensor, factor: float = 1.0) -> None:
+        """`factor` x `loss` is the mean over a micro-batch, a scalar without any scale."""
+        if self.monitor.enabled:
+            self._losses.append(loss.detach().float().reshape(()) * factor)
+
     @contextmanager
-    def backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """Around the backward of a micro-batch; `loss`: its mean, a scalar, without any scale.
+    def backward(self) -> Iterator[None]:
+        """Around the backward of a micro-batch.
 
         The reduction over ranks is inside of it, beside the gradients, so there is no time for it alone.
         """
-        if self.monitor.enabled:
-            self._losses.append(loss.detach())
         with ExitStack() as stack:
             stack.enter_context(self.breakdown.measure(Phase.BACKWARD))
             stack.enter_context(self.breakdown.measure(Phase.BACKWARD_INNER))
@@ -133,7 +146,7 @@ class EngineReports:
             self._say(f"step={facts.step} | {memory_line(self._device)}")
 
     def _write_events(self, facts: StepFacts, times_ms: dict[str, float] | None) -> None:
-        loss = float(torch.stack([one.float() for one in self._losses]).mean()) if self._losses else None
+        loss = float(torch.stack(self._losses).mean()) if self._losses else None
         self._losses.clear()
         events = step_events(facts.global_samples, float(facts.lrs[0]), loss=loss, loss_scale=facts.loss_scale)
         if times_ms is not None:
