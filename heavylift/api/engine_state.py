@@ -37,6 +37,8 @@ class EngineState(nn.Module):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.settings = settings
+        self.config: dict[str, Any] = {}
+        """The ds_config.json as it was given; empty where `Settings` were."""
         self.loss_scaler = LossScaler(settings.loss_scale)
         self.training_dataloader: EngineDataLoader | None = None
         self.device = ranks.device

@@ -15,9 +15,11 @@ from heavylift.api.distributed import Ranks, discover_ranks, init_distributed
 from heavylift.api.engine import Engine
 from heavylift.api.optimizer_choice import OptimizerChoice, choose_optimizer
 from heavylift.api.owners import register_optimizer
+from heavylift.api.partition import mark_sharded
 from heavylift.api.prepare import PreparedModel, check_model, prepare_model
 from heavylift.api.torch_step import TorchStep
 from heavylift.config.deepspeed.settings import Settings
+from heavylift.config.deepspeed.sources import read_source
 from heavylift.config.schema import Schedule, Tier
 from heavylift.errors import UserError
 from heavylift.launch.cores import split_cores
@@ -59,7 +61,8 @@ def initialize(
     _refuse_parallelism(mpu, mesh_param)
     module = check_model(model)
     discover_ranks()
-    settings = _read_settings(find_config(args, config, config_params))
+    given = find_config(args, config, config_params)
+    settings = _read_settings(given)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     ranks = Ranks.here()
     choice = choose_optimizer(module, optimizer, model_parameters, settings)
@@ -74,6 +77,9 @@ def initialize(
         register_optimizer(step_optimizer)
     scheduler = _make_scheduler(lr_scheduler, settings, step_optimizer)
     engine = Engine(prepared.sharded, step_optimizer, scheduler, settings, ranks)
+    engine.config = {} if isinstance(given, Settings) else read_source(given)[0]
+    if settings.stage == 3:
+        mark_sharded(module.parameters())
     loader = None
     if training_data is not None:
         loader = engine.deepspeed_io(training_data, collate_fn=collate_fn)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from heavylift.errors import UserError
+from heavylift.sharding import layers_of
 
 _leaves: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -79,6 +80,21 @@ def leaf_modules_of(model: nn.Module) -> list[nn.Module]:
         outermost.append(module)
         inside.update(id(m) for m in module.modules())
     return outermost
+
+
+def keep_leaves_whole(model: nn.Module, layers: list[nn.Module] | None) -> list[nn.Module] | None:
+    """The layers that are gathered one by one, with those inside of a flagged module replaced by that module.
+
+    None stands for the usual choice (`heavylift.sharding.shard_model`), and stays None without flagged modules.
+    """
+    leaf_of = {id(inner): leaf for leaf in leaf_modules_of(model) for inner in leaf.modules()}
+    if not leaf_of:
+        return layers
+    chosen: dict[int, nn.Module] = {}
+    for layer in layers_of(model) if layers is None else layers:
+        whole = leaf_of.get(id(layer), layer)
+        chosen[id(whole)] = whole
+    return list(chosen.values())
 
 
 def _flag(modules: list[nn.Module], flag: bool) -> list[nn.Module]:

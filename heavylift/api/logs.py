@@ -9,7 +9,20 @@ import torch.distributed as dist
 
 from heavylift.errors import UserError
 
-logger = logging.getLogger("heavylift")
+
+def _make_logger() -> logging.Logger:
+    made = logging.getLogger("heavylift.script")
+    if not made.handlers:
+        # scripts expect to see what they log, whether or not they have set logging up
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+        made.addHandler(handler)
+        made.setLevel(logging.INFO)
+        made.propagate = False
+    return made
+
+
+logger = _make_logger()
 
 log_levels = {
     "debug": logging.DEBUG,

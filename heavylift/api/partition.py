@@ -65,6 +65,12 @@ def mark(param: torch.Tensor, shape: torch.Size, status: ZeroParamStatus) -> Non
     param.__dict__.update({"ds_id": param.__dict__.get("ds_id", next(_ids)), **described})
 
 
+def mark_sharded(params: Iterable[nn.Parameter]) -> None:
+    """For an engine's parameters of stage 3, which `GatheredParameters` makes whole."""
+    for param in params:
+        mark(param, param.shape, ZeroParamStatus.NOT_AVAILABLE)
+
+
 def track(param: nn.Parameter) -> Partition:
     """Takes a whole parameter into the books, open; nothing is moved yet."""
     partition = Partition(param.shape, None, is_open=True)
@@ -83,7 +89,7 @@ def open_whole(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
             continue
         assert partition.shard is not None
         padded = partition.shard.new_empty(partition.shard.numel() * dist.get_world_size())
-        dist.all_gather_into_tensor(padded, partition.shard)
+        dist.all_gather(list(padded.chunk(dist.get_world_size())), partition.shard)
         param.data = padded[: partition.shape.numel()].view(partition.shape)
         partition.is_open = True
         mark(param, partition.shape, ZeroParamStatus.AVAILABLE)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from heavylift.api.distributed import broadcast_from_first
+from heavylift.api.leaf_modules import keep_leaves_whole
 from heavylift.api.meta_weights import WeightsSource, find_source
 from heavylift.api.partition import forget, open_whole
 from heavylift.config.deepspeed.settings import Precision, Settings
@@ -105,9 +106,10 @@ def prepare_model(model: nn.Module, settings: Settings, device: torch.device) ->
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
+    layers = keep_leaves_whole(model, gather_layers(model))
     rounding = _Rounding(dtype, settings.stage, device)
     mesh = make_mesh(settings.stage, device.type)
-    sharded = shard_model(model, settings.stage, mesh, gather_layers(model), rounding.prepare)
+    sharded = shard_model(model, settings.stage, mesh, layers, rounding.prepare)
     rounding.release()
     return PreparedModel(sharded, rounding.masters)
 
@@ -127,7 +129,7 @@ def _prepare_on_meta(
     if settings.buffer_dtype is not None:
         _cast_buffers(model, TORCH_DTYPES[settings.buffer_dtype])
     mesh = make_mesh(settings.stage, device.type)
-    sharded = shard_model(model, settings.stage, mesh, gather_layers(model))
+    sharded = shard_model(model, settings.stage, mesh, keep_leaves_whole(model, gather_layers(model)))
     source.fill(model, device)
     return PreparedModel(sharded, source=source, rounded=frozenset(rounded))
 
