@@ -229,3 +229,29 @@ def test_a_rank_is_bound_and_still_knows_the_machine() -> None:
     assert done.returncode == 0, done.stderr
     last = allowed[-1]
     assert json.loads(done.stdout) == [1, [last], [last], "1", 1, len({allowed[0], last})]
+
+
+TRAINER = """
+import os, sys
+with open(f"{sys.argv[1]}/rank{os.environ['LOCAL_RANK']}", "w") as file:
+    file.write(f"{sorted(os.sched_getaffinity(0))} {os.environ['HEAVYLIFT_BIND']}")
+"""
+
+
+@pytest.mark.parametrize("num_gpus", [0, 2])
+def test_training_binds_its_workers_where_there_are_gpus(tmp_path: Path, num_gpus: int) -> None:
+    """Two GPUs that sysfs does not know: the cores are divided in order, and each worker is bound to its part."""
+    (tmp_path / "a_trainer.py").write_text(TRAINER, encoding="utf-8")
+    code = (
+        "import sys; from heavylift.launch import runner\n"
+        f"runner.gpu_pci_ids = lambda: ['ffff:00:00.0'] * {num_gpus}\n"
+        "sys.exit(runner.launch_workers(2, sys.argv[1:], 'a_trainer'))"
+    )
+    env = command_env()
+    env["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
+    everything = sorted(os.sched_getaffinity(0))
+    bound = [sorted(place.cpus) for place in binding.machine_places(2, pci_ids=[])]
+    assert found == [f"{cpus} {int(num_gpus > 0)}" for cpus in (bound if num_gpus else [everything] * 2)]

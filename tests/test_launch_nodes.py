@@ -392,6 +392,13 @@ def test_surroundings() -> None:
     pod = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"}
     assert surroundings(pod) == Node("Kubernetes (RANK)", 1, 3, "pod-0", 23456)
     assert surroundings({**pod, "WORLD_SIZE": "1"}) is None
+    mpi = {f"OMPI_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")}
+    mpi |= {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    found = surroundings(mpi)
+    assert isinstance(found, Rank) and found.variables["WORLD_SIZE"] == found.variables["LOCAL_WORLD_SIZE"] == "4"
+    assert (found.variables["MASTER_ADDR"], found.variables["MASTER_PORT"]) == ("127.0.0.1", "29500")
+    with pytest.raises(UserError, match="mpirun on several machines: MASTER_ADDR is not set"):
+        surroundings({**mpi, "OMPI_COMM_WORLD_SIZE": "8"})
     with pytest.raises(UserError, match="environment variable PET_NNODES: expected a number, got '1:2'"):
         surroundings({**pet, "PET_NNODES": "1:2"})
     with pytest.raises(UserError, match="PET_MASTER_ADDR is not set"):

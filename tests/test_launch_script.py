@@ -144,6 +144,15 @@ def test_program_without_python(here: Here, tmp_path: Path) -> None:
     assert (ended.rc, ended.out) == (0, "--local_rank=0 x of 1\n"), ended.err
 
 
+def test_as_deepspeed(here: Here, tmp_path: Path) -> None:
+    pytest.importorskip("heavylift.compat")
+    (tmp_path / "theirs.py").write_text("import deepspeed\nprint(deepspeed.initialize.__module__)\n")
+    ended = here("-q", "--as-deepspeed", "--num_gpus", "1", "theirs.py")
+    assert ended.rc == 0, ended.err
+    assert ended.out.startswith("heavylift.")
+    assert here("-q", "--num_gpus", "1", "theirs.py").out != ended.out
+
+
 def test_include_chooses_slots(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hosts").write_text("localhost slots=4\n")
     ended = here("-H", "hosts", "-i", "localhost:1,3", "echo_it.py")
@@ -236,7 +245,7 @@ def test_port_in_use(here: Here, port_in_use: int) -> None:
         (["--num_gpus", "two", "echo_it.py"], "argument --num_gpus/--num-gpus.*invalid int value: 'two'"),
         (["--num_nodes", "2", "echo_it.py"], "--num_nodes 2: there is no hostfile"),
         (["--master_port", "70000", "echo_it.py"], "--master_port 70000: expected a port"),
-        (["--launcher", "openmpi", "echo_it.py"], "--launcher openmpi: MPI does not start ranks here; use ssh"),
+        (["--launcher", "openmpi", "echo_it.py"], "--launcher openmpi: MPI is not called from here; use ssh"),
         (["--launcher", "slrum", "echo_it.py"], "--launcher slrum: expected one of ssh, pdsh, slurm"),
         (["--elastic_training", "echo_it.py"], "--elastic_training: elastic training is not there"),
         (["--autotuning", "tune", "echo_it.py"], "--autotuning: there is no autotuning"),

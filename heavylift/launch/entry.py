@@ -108,7 +108,8 @@ def main() -> None:
     if kind in ("module", "worker"):
         if kind == "module":
             sys.path.insert(0, os.getcwd())
-        _run(lambda: runpy.run_module(target, run_name="__main__", alter_sys=True))
+        # our own workers have nothing to wait for, and a rank that failed must end at once
+        _run(lambda: runpy.run_module(target, run_name="__main__", alter_sys=True), leave if kind == "worker" else None)
     assert kind == "script", kind
     sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
     _run(lambda: runpy.run_path(target, run_name="__main__"))
@@ -122,27 +123,28 @@ def _replace_process(program: str, arguments: list[str]) -> NoReturn:
         os._exit(126)
 
 
-def _run(code: Callable[[], object]) -> NoReturn:
-    """Runs a script and leaves as Python would after it."""
+def _run(code: Callable[[], object], end_with: Callable[[int], NoReturn] | None = None) -> NoReturn:
+    """Runs a script and leaves as Python would after it, or with `end_with`."""
+    end_with = end_with or leave_script
     try:
         code()
     except KeyboardInterrupt:
-        leave_script(128 + signal.SIGINT)
+        end_with(128 + signal.SIGINT)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             if end.code:
                 _note_failure()
-            leave_script(end.code or 0)
+            end_with(end.code or 0)
         print(end.code, file=sys.stderr)
         _note_failure()
-        leave_script(1)
+        end_with(1)
     except BaseException as error:
         _note_failure()
         error.__traceback__ = _scripts_own(error.__traceback__)
         # the hook may be the script's own (loggers mark a run as crashed with it)
         sys.excepthook(type(error), error, error.__traceback__)
-        leave_script(1)
-    leave_script(0)
+        end_with(1)
+    end_with(0)
 
 
 def _scripts_own(trace: TracebackType | None) -> TracebackType | None:

@@ -116,7 +116,9 @@ def _check(given: argparse.Namespace) -> None:
     """What the flags must fulfil together."""
     problems = []
     if given.launcher in _MPI:
-        problems.append(f"--launcher {given.launcher}: MPI does not start ranks here; use ssh, or slurm in a SLURM job")
+        problems.append(
+            f"--launcher {given.launcher}: MPI is not called from here; use ssh, slurm, or mpirun heavylift launch"
+        )
     elif given.launcher not in _LAUNCHERS:
         problems.append(f"--launcher {given.launcher}: expected one of {', '.join(_LAUNCHERS)}")
     if given.module and given.no_python:

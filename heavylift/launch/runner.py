@@ -114,15 +114,14 @@ def run_node(run: NodeRun, root: Path = Path("/")) -> int:
     before = read_oom_count(root)
     with tempfile.TemporaryDirectory(prefix="heavylift-launch-") as folder, _signals_restored():
         # a rank's log file holds all that it says
-        piped = run.show_tail and LOG_VARIABLE not in run.environment
+        stderr = _pipes(folder, run.num_ranks) if run.show_tail and LOG_VARIABLE not in run.environment else None
         variables = {
             **run.environment,
             PARENT_VARIABLE: str(os.getpid()),
             FAILURES_VARIABLE: folder,
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S)),
-            **({PIPES_VARIABLE: folder} if piped else {}),
+            **({PIPES_VARIABLE: folder} if stderr is not None else {}),
         }
-        stderr = RankStderr(folder, run.num_ranks) if piped else None
         try:
             with _environment(variables), stderr or nullcontext():
                 elastic_launch(_launch_config(run, folder), sys.executable)(*command)
@@ -130,7 +129,7 @@ def run_node(run: NodeRun, root: Path = Path("/")) -> int:
             failures = with_told_times(_failures(failed.failures), Path(folder))
             world_size = run.world_size or run.num_ranks
             oom = (before, read_oom_count(root))
-            if not run.show_tail:
+            if stderr is None and LOG_VARIABLE not in run.environment:
                 return report(failures, world_size, oom, None)
             return report(failures, world_size, oom, lambda failure: _tail(run, stderr, failure))
         except SignalException as ended:
@@ -147,6 +146,14 @@ def run_node(run: NodeRun, root: Path = Path("/")) -> int:
         except KeyboardInterrupt:  # before torch set its handlers
             return 128 + signal.SIGINT
     return 0
+
+
+def _pipes(folder: str, num_ranks: int) -> RankStderr | None:
+    """None on a file system for temporary files that has no pipes; the ranks' messages then only pass by."""
+    try:
+        return RankStderr(folder, num_ranks)
+    except OSError:
+        return None
 
 
 def _tail(run: NodeRun, stderr: RankStderr | None, failure: RankFailure) -> list[str]:

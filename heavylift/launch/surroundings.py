@@ -1,7 +1,7 @@
-"""What started us, told by environment variables: nothing, torchrun, srun, or a pod of Kubernetes.
+"""What started us, told by environment variables: nothing, torchrun, mpirun, srun, or a pod of Kubernetes.
 
-Two kinds of answer: this process is one *rank* already (torchrun; srun with a task per GPU), or it is to start the
-ranks of one *node* (srun with a task per node; the variables of Kubernetes' training operator).
+Two kinds of answer: this process is one *rank* already (torchrun; mpirun; srun with a task per GPU), or it is to start
+the ranks of one *node* (srun with a task per node; the variables of Kubernetes' training operator).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from heavylift.errors import UserError
 from heavylift.launch.slurm import job_nodes, job_port
 
+_DEFAULT_PORT = 29500  # torch's and DeepSpeed's
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -41,6 +42,8 @@ def surroundings(environment: Mapping[str, str] = os.environ) -> Rank | Node | N
         variables = {name: environment[name] for name in _RANK}
         variables["LOCAL_WORLD_SIZE"] = environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])
         return Rank("torchrun", variables)
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        return _mpi_rank(environment)
     if int(environment.get("SLURM_STEP_NUM_TASKS", "1") or 1) > 1 and "SLURM_PROCID" in environment:
         return _slurm_step(environment)
     if "PET_NNODES" in environment and "PET_NODE_RANK" in environment:
@@ -50,6 +53,20 @@ def surroundings(environment: Mapping[str, str] = os.environ) -> Rank | Node | N
         # the operator's older form: one RANK per pod
         return _node("Kubernetes (RANK)", environment, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return None
+
+
+def _mpi_rank(environment: Mapping[str, str]) -> Rank:
+    """One process of Open MPI's mpirun."""
+    names = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
+    variables = {name: str(_number(environment, f"OMPI_COMM_WORLD_{theirs}")) for name, theirs in names.items()}
+    several = variables["WORLD_SIZE"] != variables["LOCAL_WORLD_SIZE"]
+    if several and not environment.get("MASTER_ADDR"):
+        raise UserError(
+            "mpirun on several machines: MASTER_ADDR is not set; add -x MASTER_ADDR=address of rank 0's host"
+        )
+    variables["MASTER_ADDR"] = environment.get("MASTER_ADDR", "127.0.0.1")
+    variables["MASTER_PORT"] = environment.get("MASTER_PORT", str(_DEFAULT_PORT))
+    return Rank("mpirun", variables)
 
 
 def _slurm_step(environment: Mapping[str, str]) -> Rank | Node:
@@ -86,7 +103,7 @@ def _node(who: str, environment: Mapping[str, str], rank: str, count: str, addr:
         return None
     if not environment.get(addr):
         raise UserError(f"{who}: {count}={num_nodes}, but {addr} is not set; set it to the first node's address")
-    node_port = _number(environment, port) if port in environment else 29500
+    node_port = _number(environment, port) if port in environment else _DEFAULT_PORT
     return Node(who, _number(environment, rank), num_nodes, environment[addr], node_port)
 
 
