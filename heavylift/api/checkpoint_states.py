@@ -114,6 +114,7 @@ def _saved_torch_states(optimizer: TorchStep, trained: Mapping[str, nn.Parameter
 
 
 def _load_torch_states(path: Path, shapes: Shapes, optimizer: TorchStep, trained: Mapping[str, nn.Parameter]) -> None:
+    optimizer.state.clear()  # what had taken no step when it was saved has no state
     targets: dict[str, Any] = {}
     for key, saved in shapes.items():
         kind, _, rest = key.partition(".")

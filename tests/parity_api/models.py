@@ -15,8 +15,10 @@ VOCAB = 61
 
 
 class Branches(nn.Module):
-    """Sizes that no number of ranks divides. One of two branches is used, by the sign of the input's sum; `spare` never,
-    `late` only where an input is large. A buffer that bfloat16 would change is part of the arithmetic."""
+    """Sizes that no number of ranks divides; a buffer that bfloat16 would change.
+
+    One of two branches is used, by the sign of the input's sum; `spare` never, `late` only where an input is large.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
-from parity_api.models import MAKERS, micro_batches
 from torch import nn
+
+from parity_api.models import MAKERS, micro_batches
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LR, WEIGHT_DECAY, CLIP, SCALE = 1e-2, 0.1, 0.5, 2.0**8
@@ -26,7 +27,7 @@ class Curve:
     """After the last step: float32 masters, and frozen parameters as they are."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def plain_curve(model_name: str, precision: str, world_size: int, accumulation: int) -> Curve:
     """Forward and backward in `precision`, everything else in float32; each micro-batch counts the same.
 

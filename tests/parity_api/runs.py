@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_api.models import MAKERS, dealt, micro_batches
-from parity_api.plain import CLIP, DTYPES, LR, SCALE, WEIGHT_DECAY, Curve
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import heavylift
 from heavylift.offload.access import find_states
 from heavylift.offload.optimizer import TieredAdamW
+from parity_api.models import MAKERS, dealt, micro_batches
+from parity_api.plain import CLIP, DTYPES, LR, SCALE, WEIGHT_DECAY, Curve
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,235 @@
+"""Checkpoints of an engine: a resumed run goes on bit for bit, on other ranks too; weights for others; bad folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity_api.models import MAKERS
+from parity_api.runs import Case, ds_config, masters, train
+from ranks.pool import run_on_ranks
+
+import heavylift
+from heavylift.errors import UserError
+
+FIRST, REST = slice(0, 2), slice(2, 4)
+SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-2}}
+SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
+Tensors = dict[str, torch.Tensor]
+
+
+def make_engine(case: Case, seed: int = 0, **more: Any) -> Any:
+    """An engine with a scheduler; other seeds begin with other weights."""
+    model = MAKERS[case.model]()
+    if seed:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.normal_(std=0.3)
+    more = {"scheduler": SCHEDULER, **more}
+    config = ds_config(case, dist.get_world_size(), **more)
+    return heavylift.initialize(model=model, config=config)[0]
+
+
+def states(engine: Any) -> Tensors:
+    """Masters and moments, whole, by name."""
+    from parity_api.runs import whole
+
+    from heavylift.api.checkpoint_states import saved_states
+
+    trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+    saved = saved_states(engine.optimizer, trained)
+    return {**{f"master.{n}": t for n, t in masters(engine).items()}, **{n: whole(t) for n, t in saved.items()}}
+
+
+def save_job(case: Case, folder: Path, more: dict[str, Any]) -> dict[str, Any]:
+    """Two steps, a checkpoint, two more steps."""
+    engine = make_engine(case, **more)
+    train(engine, case.model, case.precision, case.accumulation, FIRST)
+    saved = states(engine)
+    engine.save_checkpoint(folder, client_state={"epoch": 3, "rng": torch.arange(4), "name": ("a", 1)})
+    curve = train(engine, case.model, case.precision, case.accumulation, REST)
+    engine.destroy()
+    return {"saved": saved, "losses": curve.losses, "weights": curve.weights, "lr": engine.get_lr()}
+
+
+def load_job(case: Case, folder: Path, more: dict[str, Any]) -> dict[str, Any]:
+    """The same from the checkpoint, in an engine that began elsewhere and has taken a step of its own."""
+    engine = make_engine(case, seed=9, **more)
+    train(engine, case.model, case.precision, case.accumulation, slice(3, 4))
+    path, client_state = engine.load_checkpoint(folder)
+    loaded = states(engine)
+    counters = (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps)
+    scale = engine.loss_scale()
+    curve = train(engine, case.model, case.precision, case.accumulation, REST)
+    engine.destroy()
+    return {
+        "path": path,
+        "client_state": client_state,
+        "loaded": loaded,
+        "counters": counters,
+        "scale": scale,
+        "losses": curve.losses,
+        "weights": curve.weights,
+        "lr": engine.get_lr(),
+    }
+
+
+def same_bits(a: Tensors, b: Tensors) -> bool:
+    if a.keys() != b.keys():
+        return False
+    return all(torch.equal(a[n].reshape(-1).view(torch.uint8), b[n].reshape(-1).view(torch.uint8)) for n in a)
+
+
+CASES = {
+    "offloaded": (Case("branches", 3, "cpu", "bf16", 4), {}),
+    "float16": (Case("branches", 2, "none", "fp16", 1), {}),
+    "momentum": (Case("branches", 3, "none", "bf16", 1), {"optimizer": SGD}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_goes_on_bit_for_bit_and_on_other_ranks(name: str, tmp_path: Path) -> None:
+    case, more = CASES[name]
+    before = run_on_ranks(2, save_job, case, tmp_path, more)[0]
+    assert any(key.startswith(("exp_avg.", "torch_state.momentum_buffer.")) for key in before["saved"])
+    for world_size, stage in ((2, case.stage), (1, 3), (4, 1)):
+        target = Case(case.model, stage, case.device, case.precision, case.accumulation)
+        after = run_on_ranks(world_size, load_job, target, tmp_path, more)[0]
+        assert same_bits(before["saved"], after["loaded"]), world_size
+        assert after["path"] == str(tmp_path / "global_step2")
+        assert after["counters"] == (2, 32, 2 * case.accumulation, 0)
+        assert after["lr"] == before["lr"] and after["lr"] != [1e-2]
+        if world_size == 2:
+            assert after["losses"] == before["losses"]
+            assert same_bits(before["weights"], after["weights"])
+    client_state = after["client_state"]
+    assert client_state["epoch"] == 3 and client_state["name"] == ("a", 1)
+    assert torch.equal(client_state["rng"], torch.arange(4))
+
+
+def odd_uses_job(folder: Path) -> dict[str, Any]:
+    """Tags, module only, and what is refused."""
+    case = Case("branches", 2, "cpu", "bf16", 1)
+    engine = make_engine(case)
+    nothing = engine.load_checkpoint(folder / "nothing")
+    engine.save_checkpoint(folder, tag="first")
+    engine.save_checkpoint(folder, tag="second", save_latest=False)
+    messages = [
+        message_of(lambda: engine.save_checkpoint(folder, client_state={"f": print})),
+        message_of(lambda: engine.load_checkpoint(folder, tag="third")),
+        message_of(lambda: engine.save_checkpoint(folder, tag=f"of rank {dist.get_rank()}")),
+    ]
+    other = make_engine(case, seed=5)
+    train(other, "branches", "bf16", 1, FIRST)
+    before = states(other)
+    other.load_checkpoint(folder, load_module_only=True)
+    after, weights = states(other), masters(engine)
+    steps = other.global_steps
+    alien = make_engine(Case("llama", 2, "cpu", "bf16", 1))
+    messages.append(message_of(lambda: alien.load_checkpoint(folder)))
+    if dist.get_rank() == 0:
+        (folder / "first" / "training.json").write_text("{")
+    dist.barrier()
+    messages.append(message_of(lambda: engine.load_checkpoint(folder)))
+    for each in (engine, other, alien):
+        each.destroy()
+    return {
+        "nothing": nothing,
+        "messages": messages,
+        "weights": same_bits({n: after[f"master.{n}"] for n in weights}, weights),
+        "moments": all(torch.equal(before[n], after[n]) for n in before if n.startswith("exp_avg")),
+        "steps": steps,
+    }
+
+
+def message_of(action: Any) -> str:
+    with pytest.raises(UserError) as raised:
+        action()
+    return str(raised.value)
+
+
+def test_tags_weights_alone_and_what_is_refused(tmp_path: Path) -> None:
+    result = run_on_ranks(2, odd_uses_job, tmp_path)[0]
+    assert result["nothing"] == (None, {})
+    assert (tmp_path / "latest").read_text() == "first"
+    assert (tmp_path / "second" / "extras.pt").is_file()
+    assert result["weights"] and result["moments"] and result["steps"] == 2
+    client, tag, ranks, other_model, damaged = result["messages"]
+    assert "client_state holds something else than numbers" in client
+    assert f"{tmp_path / 'third'} is no checkpoint; these are there: first, second" in tag
+    assert "tag should be the same on all ranks, got ['of rank 0', 'of rank 1']" in ranks
+    assert "holds another model: it lacks" in other_model and "load_module_strict=False" in other_model
+    assert "training.json is damaged; load another tag" in damaged
+    assert all("\n" not in message for message in result["messages"])
+    assert not list(tmp_path.glob(".*saving"))
+
+
+def test_a_checkpoint_of_deepspeed_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "tag").mkdir()
+    (tmp_path / "tag" / "mp_rank_00_model_states.pt").touch()
+    assert "written by DeepSpeed" in run_on_ranks(1, load_message_job, tmp_path, "tag")[0]
+
+
+def load_message_job(folder: Path, tag: str) -> str:
+    engine = make_engine(Case())
+    message = message_of(lambda: engine.load_checkpoint(folder, tag=tag))
+    engine.destroy()
+    return message
+
+
+def weights_job(folder: Path) -> dict[str, Any]:
+    """Weights in files, and as dictionaries, of a model with a tied weight."""
+    case = Case("llama", 3, "none", "bf16", 1)
+    engine = make_engine(case)
+    refused = engine.save_16bit_model(folder)
+    engine.destroy()
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    engine = make_engine(case, zero_optimization=zero)
+    train(engine, case.model, case.precision, 1, FIRST)
+    saved = [engine.save_16bit_model(folder), engine.save_16bit_model(folder, "model.safetensors")]
+    sharded = engine.module_state_dict()
+    consolidated = engine._zero3_consolidated_16bit_state_dict()
+    truth = masters(engine)
+    engine.destroy()
+    whole = make_engine(Case("llama", 2, "none", "bf16", 1))
+    whole.load_module_state_dict(torch.load(folder / "pytorch_model.bin", weights_only=True))
+    reloaded = {n: t.clone() for n, t in whole.module_state_dict().items()}
+    whole.destroy()
+    return {
+        "refused": refused,
+        "saved": saved,
+        "sharded": {type(t).__name__ for t in sharded.values()},
+        "consolidated": consolidated,
+        "truth": truth,
+        "reloaded": reloaded,
+    }
+
+
+def test_weights_are_written_whole_for_others(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    first, second = run_on_ranks(2, weights_job, tmp_path)
+    assert first["refused"] is False and first["saved"] == [True, True]
+    assert first["sharded"] == {"DTensor"}
+    assert second["consolidated"] is None
+    truth = {name: tensor.bfloat16() for name, tensor in first["truth"].items()}
+    written = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert written.keys() == truth.keys() | {"lm_head.weight"}
+    assert torch.equal(written["lm_head.weight"], truth["model.embed_tokens.weight"])
+    assert same_bits(load_file(tmp_path / "model.safetensors"), truth)
+    for state_dict in (written, first["consolidated"], first["reloaded"], second["reloaded"]):
+        assert same_bits({name: state_dict[name] for name in truth}, truth)
+
+
+def test_the_files_are_what_the_module_says(tmp_path: Path) -> None:
+    run_on_ranks(1, save_job, Case(), tmp_path, {})
+    training = json.loads((tmp_path / "global_step2" / "training.json").read_text())
+    assert training["global_steps"] == 2 and training["format"] == 1
+    assert training["steps"]["spare.weight"] == 0 and training["steps"]["inside.weight"] == 2
+    extras = torch.load(tmp_path / "global_step2" / "extras.pt", weights_only=True)
+    assert extras["lr_scheduler"] == {"last_batch_iteration": 1}
