@@ -29,7 +29,7 @@ _DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precis
 
 
 def memory_table(settings: Settings, model: str, world_size: int, seq: int | None) -> Table:
-    """Bytes of one rank and of all, tier by tier, beside what this machine has free.
+    """Bytes of one rank and of all, tier by tier, beside what this machine has free (for all ranks).
 
     `model`: folder with a config.json; `seq`: tokens of the longest sample, for the activations. Raises UserError where
     the folder holds no causal language model.
@@ -37,24 +37,29 @@ def memory_table(settings: Settings, model: str, world_size: int, seq: int | Non
     folder = Path(model)
     if not (folder / "config.json").is_file():
         raise UserError(f"--model: expected a Hugging Face model folder with config.json, got {model}")
-    plan, num_params = _plan(settings, folder, world_size, seq)
-    title = f"memory plan: {num_params / 1e9:.3f}B parameters, {world_size} ranks (all on one machine)"
+    plan, num_params = plan_for(settings, folder, world_size, seq)
+    title = f"memory plan: {_count(num_params)} parameters, {world_size} ranks"
     table = Table(title=title, title_justify="left")
-    for column in ("tier", "what", "GiB per rank", "GiB, all ranks"):
-        table.add_column(column, justify="right" if column.startswith("GiB") else "left")
+    for column in ("tier", "what", "per rank", "all ranks"):
+        table.add_column(column, justify="right" if "rank" in column else "left")
     for what, tier, num_bytes in plan.rows():
-        table.add_row(tier.value, what, _gib(num_bytes), _gib(num_bytes * world_size))
+        table.add_row(tier.value, what, _size(num_bytes), _size(num_bytes * world_size))
     table.add_section()
     for tier, num_bytes in ((Tier.DEVICE, plan.device_bytes), (Tier.HOST, plan.host_bytes)):
         what = "all" if seq is not None or tier is Tier.HOST else "all but activations (--seq counts them)"
-        table.add_row(tier.value, Text(what, style="bold"), _gib(num_bytes), _gib(num_bytes * world_size))
+        table.add_row(tier.value, Text(what, style="bold"), _size(num_bytes), _size(num_bytes * world_size))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    table.caption = _machine(measure(device), plan, world_size)
+    lines = [_machine(measure(device), plan, world_size)]
+    if seq is not None:
+        done = "every layer recomputed" if settings.checkpointing.enabled else "nothing recomputed"
+        lines.append(f"activations: {settings.batch.micro_batch} rows of {seq} tokens, whole logits, {done}")
+    table.caption = "\n".join(lines)
     table.caption_justify = "left"
     return table
 
 
-def _plan(settings: Settings, folder: Path, world_size: int, seq: int | None) -> tuple[MemoryPlan, int]:
+def plan_for(settings: Settings, folder: Path, world_size: int, seq: int | None) -> tuple[MemoryPlan, int]:
+    """The plan of one of `world_size` ranks, and the model's number of parameters."""
     dtype = _DTYPES[settings.precision]
     hf_config = load_hf_config(folder, trust_remote_code=False)
     module = build_on_meta(hf_config, ModelConfig(model_name_or_path=str(folder)), dtype)
@@ -96,9 +101,9 @@ def _absent_ranks(world_size: int) -> Iterator[None]:
 
 
 def _machine(machine: MachineMemory, plan: MemoryPlan, world_size: int) -> str:
-    free = [f"host {_gib(machine.host_available_bytes)} GiB"]
+    free = [f"host {_size(machine.host_available_bytes)}"]
     if machine.device_available_bytes is not None:
-        free.append(f"device {_gib(machine.device_available_bytes)} GiB")
+        free.append(f"device {_size(machine.device_available_bytes)}")
     short = []
     if machine.device_available_bytes is not None and plan.device_bytes > machine.device_available_bytes:
         short.append("the device")
@@ -108,5 +113,15 @@ def _machine(machine: MachineMemory, plan: MemoryPlan, world_size: int) -> str:
     return f"free on this machine: {', '.join(free)}{verdict}"
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.3f}" if num_bytes < 10 * GIB else f"{num_bytes / GIB:.1f}"
+def _size(num_bytes: int) -> str:
+    """Bytes in GiB, small ones in MiB."""
+    if num_bytes < GIB:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def _count(num_params: int) -> str:
+    for unit, name in ((10**9, "B"), (10**6, "M")):
+        if num_params >= unit:
+            return f"{num_params / unit:.2f}{name}"
+    return f"{num_params:,}"

@@ -171,9 +171,12 @@ def _engine(settings: Settings, draft: _Draft) -> None:
 def _rest(settings: Settings, draft: _Draft) -> None:
     if settings.steps_per_print is not None:
         draft.put("train", logging_steps=settings.steps_per_print)
-    draft.remarks += [
-        f"{monitor.kind}: a recipe's run writes metrics.jsonl and loss.png" for monitor in settings.monitors
-    ]
+    if settings.monitors:
+        draft.put("train", report_to=[monitor.kind for monitor in settings.monitors])
+        draft.remarks += [
+            f"{monitor.kind}: its options ({', '.join(monitor.options)}); see train.run_name"
+            for monitor in settings.monitors
+        ]
     for is_given, key, instead in (
         (settings.wall_clock_breakdown, "wall_clock_breakdown", "metrics.jsonl says where each step's time went"),
         (settings.memory_breakdown, "memory_breakdown", "the start and metrics.jsonl say what memory was used"),

@@ -49,6 +49,8 @@ class Key:
     """Keys of a block that is refused as a whole; `...` among them: not all are known."""
     asks: Callable[[dict[str, Any]], bool] | None = None
     """For such a block: whether its content asks for the feature."""
+    unasked: str = ""
+    """For such a block: what is said about content that does not ask for it."""
 
     def agrees_with(self, value: Any) -> bool:
         """Whether `value` needs no note and no refusal."""
@@ -90,9 +92,11 @@ def has_content(block: dict[str, Any]) -> bool:
     return any(value not in (False, None, "auto") for value in block.values())
 
 
-def refused_block(instead: str, keys: str, asks: Callable[[dict[str, Any]], bool] = is_enabled) -> Key:
+def refused_block(
+    instead: str, keys: str, asks: Callable[[dict[str, Any]], bool] = is_enabled, unasked: str = ""
+) -> Key:
     """A block that is an error where its content asks for the feature. `keys`: its keys, separated by blanks."""
-    return Key(Status.REFUSED, instead, "off", block_keys=tuple(keys.split()), asks=asks)
+    return Key(Status.REFUSED, instead, "off", block_keys=tuple(keys.split()), asks=asks, unasked=unasked)
 
 
 class Block(BaseModel):

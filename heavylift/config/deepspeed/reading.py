@@ -6,7 +6,7 @@ gives, which `heavylift config explain` shows. What keys mean together is left t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -231,8 +231,8 @@ def _walk_refused_block(walk: _Walk, field_info: FieldInfo, path: Path, written:
     if key.asks(value):
         walk.problem(path, written, f"heavylift does not have this; {key.text}", value, "refused")
         return
-    if has_content(value) and not any(value.get(switch) is False for switch in ("enabled", "deepcompile")):
-        walk.note(written, value, f"no effect: it does not switch anything on; {key.text}")
+    if key.unasked and has_content(value):
+        walk.note(written, value, f"no effect: {key.unasked}")
     else:
         walk.report(written, value, "off", "the block is off")
     if "..." in key.block_keys:
@@ -340,7 +340,10 @@ def _unknown(name: Any, block: type[Block], prefix: str) -> str:
         return "expected a name before the colon"
     known = canonical_names(block)
     owners = [owner for owner in _owners(name) if owner != prefix + name]
-    match = nearest(name, known)
+    match = _nearest(name, known)
+    others = [kind for kind, params in SCHEDULERS.items() if name in params.model_fields and params is not block]
+    if block in SCHEDULERS.values() and others:
+        return f"{block.__name__} does not have it ({others[0]} does); it has {', '.join(block.model_fields)}"
     if owners:
         return f"unknown key; did you mean {' or '.join(owners[:3])}?"
     if match:
@@ -348,6 +351,12 @@ def _unknown(name: Any, block: type[Block], prefix: str) -> str:
     few = list(block.model_fields)
     listed = ", ".join(few) if len(few) <= 14 else "docs/deepspeed_config.md"
     return f"unknown key; remove it (known: {listed})"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name closest to a mistyped one, or made of the same words in another order (`comm_overlap`)."""
+    words = sorted(name.split("_"))
+    return nearest(name, known) or next((one for one in known if sorted(one.split("_")) == words), None)
 
 
 def _unlisted(name: Any, keys: tuple[str, ...]) -> str:

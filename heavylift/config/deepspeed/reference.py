@@ -36,8 +36,8 @@ this for your file.
 
 An unknown key is an error, at the top level too; keys that begin with `_` or `//` are comments. `"auto"` is filled in
 by what calls heavylift (the Hugging Face Trainer, Accelerate); what stays `"auto"` takes the default here, said in a
-line. Whole numbers may be written `5e8`. Files may have `//`, `#` and `/* */` comments and trailing commas; for the
-rest of Hjson, `pip install 'heavylift[deepspeed]'`.
+line. Whole numbers may be written `5e8`. Files may have `//`, `#` and `/* */` comments and trailing commas; the rest of
+Hjson needs the extra `heavylift[deepspeed]`.
 
 What is safer here than there: `ratio` counts bytes, not sub-groups; the step on the host overlaps with clipping on, in
 stages 1 to 3, and is exact; gradients add up in float32; a step with a gradient that is not finite is skipped in every

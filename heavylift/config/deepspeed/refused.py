@@ -114,6 +114,7 @@ REFUSED_BLOCKS: dict[str, Key] = {
         "deepcompile passes offload_activation offload_activation_pin_memory offload_opt_states offload_parameters "
         "double_buffer symmetric_memory free_activation ...",
         _deepcompile_asks,
+        "nothing is compiled without being asked; call engine.compile()",
     ),
     "elasticity": refused_block(
         "remove it: checkpoints resume on another number of ranks; give the batch keys",

@@ -24,8 +24,8 @@ EXTRA = "deepspeed"
 _TOKEN = re.compile(
     r"""
     (?P<string>"(?:[^"\\\n]|\\.)*")     # kept: a comment sign inside a string is text
-    |(?P<comment>//[^\n]*|\#[^\n]*|/\*.*?\*/)
-    |(?P<comma>,)(?=(?:\s|//[^\n]*(?:\n|$)|\#[^\n]*(?:\n|$)|/\*.*?\*/)*[}\]])
+    |(?P<comment>//[^\n]*|\#[^\n]*|/\*(?:(?!\*/).)*\*/)
+    |(?P<comma>,)(?=(?:\s|//[^\n]*(?:\n|$)|\#[^\n]*(?:\n|$)|/\*(?:(?!\*/).)*\*/)*[}\]])
     """,
     re.VERBOSE | re.DOTALL,
 )

@@ -1,0 +1,168 @@
+"""`heavylift config explain` and `convert` as commands: tables, recipes, one line per problem and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Finished, command_env
+from ds_configs import FOLDER, all_config_files, write_config
+from typer.testing import CliRunner
+
+from heavylift.cli.main import app
+from heavylift.config.recipe import load_recipe
+
+SUPEROFFLOAD = FOLDER / "superoffload_llama_70b.json"
+
+
+def run(*arguments: str | Path) -> Finished:
+    """`heavylift config ...` in this process."""
+    done = CliRunner().invoke(app, ["config", *map(str, arguments)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return Finished(done.exit_code, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("path", all_config_files(), ids=lambda path: path.stem)
+def test_explain_every_posted_config(path: Path) -> None:
+    done = run("explain", path)
+    assert done.rc == 0 and done.stderr == ""
+    assert "key by key" in done.stdout and "what it comes to" in done.stdout and "world size" in done.stdout
+    first = next(iter(json.loads(path.read_text()))) if path.stem != "commented_hjson_style" else "gradient_clipping"
+    assert first in done.stdout
+
+
+def test_explain_says_status_and_settings() -> None:
+    done = run("explain", SUPEROFFLOAD, "--world-size", "4")
+    rows = [line.split() for line in done.stdout.splitlines() if line.strip()]
+    assert ["offload.ratio", "0.9"] in rows and ["batch.micro_batch", "4"] in rows and ["offload.tier", "host"] in rows
+    sub_group = next(row for row in rows if row[0].startswith("zero_optimization.sub_group"))
+    assert "4e+08" in sub_group and "no" in sub_group and "effect" in sub_group
+    assert "note: zero_optimization.sub_group_size: no effect" in done.stdout
+    assert "world size 4\n" in done.stdout
+
+
+def test_the_world_size_is_what_the_batch_keys_ask_for(tmp_path: Path) -> None:
+    batch = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    assert "world size 6, from the batch keys" in run("explain", write_config(tmp_path, batch)).stdout
+    wrong = run("explain", write_config(tmp_path, batch), "--world-size", "4")
+    assert wrong.rc == 2 and "48 (file) = 4 (file) * 2 (file) * 4 (launcher)" in wrong.errors[0]
+
+
+def test_explain_shows_the_table_of_a_bad_file_and_then_its_problems(tmp_path: Path) -> None:
+    path = write_config(tmp_path, {"train_batch_size": 8, "bf16": {"enabled": "true"}, "bogus": 1})
+    done = run("explain", path)
+    assert done.rc == 2
+    assert done.errors == [
+        f"{path}: bogus: unknown key; remove it (known: docs/deepspeed_config.md)",
+        f"{path}: bf16.enabled: expected true or false, got 'true'; remove the quotes",
+    ]
+    assert "bogus" in done.stdout and "error" in done.stdout and "what it comes to" not in done.stdout
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_memory_plan_of_a_model(tmp_path: Path, tiny_llama_dir: Path, stage: int) -> None:
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}}
+    config["zero_optimization"] = {"stage": stage}
+    if stage > 0:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    done = run("explain", write_config(tmp_path, config), "--model", tiny_llama_dir, "--world-size", "4")
+    assert done.rc == 0, done.stderr
+    table = done.stdout[done.stdout.index("memory plan") :]
+    assert "4 ranks" in table and "free on this machine: host" in table
+    rows = [" ".join(line.split()) for line in table.splitlines()]
+    assert any(row.startswith("host optimizer states ") for row in rows) == (stage > 0)
+    assert "all but activations" in table
+
+
+def test_the_plan_is_that_of_a_run(tiny_llama_dir: Path) -> None:
+    from heavylift.cli.memory_table import plan_for
+    from heavylift.config.deepspeed.parse import load_settings
+
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.0}}
+    base = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}}
+    plans = {}
+    for world_size in (1, 4):
+        settings = load_settings(base | {"zero_optimization": zero}, world_size)
+        plans[world_size], num_params = plan_for(settings, tiny_llama_dir, world_size, None)
+    # sharded over four: a quarter, but for the rows that are padded
+    assert plans[1].param_bytes == 2 * num_params
+    assert 0 <= 4 * plans[4].param_bytes - plans[1].param_bytes < 0.1 * plans[1].param_bytes
+    assert plans[1].host_state_bytes >= 12 * num_params and plans[1].device_state_bytes == 0
+    settings = load_settings(base, 1)
+    whole, _ = plan_for(settings, tiny_llama_dir, 1, None)
+    assert whole.device_state_bytes == 12 * num_params and whole.host_state_bytes == 0
+    with_activations, _ = plan_for(settings, tiny_llama_dir, 1, 64)
+    assert with_activations.activation_bytes > 0 == whole.activation_bytes
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    config = write_config(tmp_path, {"train_batch_size": 1})
+    assert "expected a Hugging Face model folder" in run("explain", config, "--model", tmp_path).errors[0]
+    assert "give its folder with --model" in run("explain", config, "--seq", "8").errors[0]
+    assert "no such file" in run("explain", tmp_path / "no.json").errors[0]
+    for arguments in (["explain"], ["explain", config, "--world-size", "0"], ["convert", config], ["explian", config]):
+        assert run(*arguments).rc == 2
+
+
+def test_convert_writes_a_recipe_once(tmp_path: Path) -> None:
+    out = tmp_path / "recipe.yaml"
+    arguments = ["convert", SUPEROFFLOAD, "--model", "some/model", "--dataset", "d.jsonl", "-o", out]
+    done = run(*arguments, "--world-size", "4")
+    assert done.rc == 0 and f"heavylift train {out}" in done.stdout
+    recipe = load_recipe(out)
+    assert recipe.model.model_name_or_path == "some/model" and recipe.data.files == ("d.jsonl",)
+    assert recipe.engine.ratio == 0.9 and recipe.launch.nproc == 4
+    assert recipe.train.output_dir == "runs/superoffload_llama_70b"
+    before = out.read_text()
+    again = run(*arguments)
+    assert again.rc == 2 and again.errors == [f"{out}: exists and is not overwritten; change -o"]
+    assert out.read_text() == before
+    nowhere = run(*arguments[:-1], tmp_path / "no" / "recipe.yaml")
+    assert nowhere.rc == 2 and "cannot be written" in nowhere.errors[0]
+
+
+def test_convert_to_the_screen(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "fp16": {"enabled": True},
+        "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 0}},
+        "tensorboard": {"enabled": True},
+        "activation_checkpointing": {"number_checkpoints": 2},
+    }
+    done = run("convert", write_config(tmp_path, config), "--model", "m", "--dataset", "d", "--output-dir", "out dir")
+    assert done.rc == 0
+    path = tmp_path / "recipe.yaml"
+    path.write_text(done.stdout)
+    recipe = load_recipe(path)
+    assert recipe.train.output_dir == "out dir" and recipe.launch.nproc == "auto"
+    assert recipe.train.gradient_checkpointing is True and recipe.train.report_to == ("tensorboard",)
+    assert recipe.train.adam_epsilon == 1e-8 and recipe.train.learning_rate == 0.01
+    said = [line for line in done.stdout.splitlines() if line.startswith("# - ")]
+    for start in ("fp16", "scheduler.type", "optimizer.params.eps", "tensorboard", "activation_checkpointing.number"):
+        assert any(line.startswith(f"# - {start}") for line in said), (start, said)
+
+
+def test_convert_of_a_bad_file_writes_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "recipe.yaml"
+    bad = write_config(tmp_path, {"train_batch_size": 0})
+    done = run("convert", bad, "--model", "m", "--dataset", "d", "-o", out)
+    assert done.rc == 2 and len(done.errors) == 1 and not out.exists()
+
+
+def test_as_a_process(run_heavylift: Callable[..., Finished], tmp_path: Path) -> None:
+    ended = run_heavylift("config", "explain", write_config(tmp_path, {"fp16": [1], "stage": 3}))
+    assert ended.rc == 2 and "Traceback" not in ended.stderr
+    assert len(ended.errors) == 3 and all(": " in line for line in ended.errors)
+
+
+@pytest.mark.parametrize("module", ["heavylift.config.deepspeed.parse", "heavylift.cli.config"])
+def test_no_heavy_imports(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], env=command_env(), capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
