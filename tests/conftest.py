@@ -95,28 +95,12 @@ def save_tiny_tokenizer(folder: Path) -> int:
 
 def save_tiny_llama(folder: Path, tied: bool) -> Path:
     """A random 2-layer Llama (hidden 32, 4 heads, 2 KV heads, float32) and its tokenizer in `folder`."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from ranks.llamas import llama_config, save_llama  # not at the top: that would import torch
 
     vocab_size = save_tiny_tokenizer(folder)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        eos_token_id=2,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    return folder
+    special = {"eos_token_id": 2, "bos_token_id": None, "pad_token_id": 0}
+    config = llama_config(vocab_size, 32, 64, 2, 4, 2, tied=tied, max_position_embeddings=128, **special)
+    return save_llama(folder, config)
 
 
 @pytest.fixture(scope="session")

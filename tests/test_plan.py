@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from plans import GIB, LLAMA_8B, ShapePlanner, llama_8b
+from ranks.llamas import llama_config
 from ranks.pool import run_on_ranks
 
 from heavylift.config.schema import ModelConfig, Schedule, Tier
@@ -81,18 +82,10 @@ SHAPE = LayerShape(2, 64, 64, 32, 176, 8, 96)
 
 def build_layer(dtype: torch.dtype, attention: str) -> tuple[torch.nn.Module, Any]:
     """One Llama layer of `SHAPE` and its rotary embedding."""
-    from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-    config = LlamaConfig(
-        vocab_size=SHAPE.vocab,
-        hidden_size=SHAPE.hidden,
-        intermediate_size=SHAPE.mlp_width,
-        num_hidden_layers=SHAPE.num_layers,
-        num_attention_heads=SHAPE.num_heads,
-        num_key_value_heads=SHAPE.num_heads // 2,
-        attn_implementation=attention,
-    )
+    more = {"attn_implementation": attention}
+    config = llama_config(SHAPE.vocab, SHAPE.hidden, SHAPE.mlp_width, SHAPE.num_layers, SHAPE.num_heads, 4, **more)
     assert LayerShape.from_config(config) == SHAPE
     return LlamaDecoderLayer(config, 0).to(dtype), LlamaRotaryEmbedding(config)
 

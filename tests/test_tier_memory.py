@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks.llamas import llama_config, save_llama_config
 from ranks.memory import measure, status_bytes
 from ranks.plain import make_steps
 from ranks.pool import run_on_fresh_ranks, run_on_ranks
@@ -32,20 +33,7 @@ CPU = torch.device("cpu")
 
 def config_folder(root: Path, vocab: int, hidden: int, layers: int) -> Path:
     """A Llama's config.json alone."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(root)
-    return root
+    return save_llama_config(root, llama_config(vocab, hidden, 2 * hidden, layers, 4, 2))
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +145,7 @@ def test_host_memory_does_not_depend_on_the_number_of_ranks(small: Path) -> None
 
 
 # ---- the machine --------------------------------------------------------------------------------------------------
+
 
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)

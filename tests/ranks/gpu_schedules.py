@@ -27,6 +27,7 @@ from heavylift.models.load import build_on_meta, init_random_weights, load_hf_co
 from heavylift.offload.groups import local_tensor
 from heavylift.offload.optimizer import TieredOptions
 from heavylift.sharding import make_mesh, shard_model
+from ranks.llamas import llama_config, save_llama_config
 from ranks.memory import status_bytes
 from ranks.plain import Rows, make_steps
 from ranks.schedules import Disturbance, Outcome, compare, distances, observe, without_gates
@@ -42,21 +43,7 @@ LIMIT, STRIKES = 1e6, 0.05
 
 def save_config(folder: Path) -> Path:
     """The config.json of a Llama of 7 million parameters: copies and steps take long enough to be overtaken."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    )
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    return folder
+    return save_llama_config(folder, llama_config(VOCAB, 256, 768, 8, 4, 2, max_position_embeddings=128))
 
 
 def join(rank: int, world_size: int, store: str) -> torch.device:

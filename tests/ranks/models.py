@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from ranks.llamas import llama_config, save_llama
+
 VOCAB = 101
 ROOT = Path(__file__).parent.parent.parent
 SMOLLM2 = ROOT / ".cache" / "SmolLM2-135M-Instruct"
@@ -20,30 +22,20 @@ def save_odd_llama(folder: Path, tied: bool, dtype: torch.dtype = torch.float32,
     9 rows over 4 ranks are 3 + 3 + 3 + 0: the last rank gets nothing of a norm. 2 rows (the one key head) are
     1 + 1 + 0 + 0. Grouped queries (3 heads, 1 key head), biases, and a vocabulary of 101.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=9,
+    config = llama_config(
+        VOCAB,
+        hidden=9,
+        mlp=21,
+        layers=2,
+        heads=3,
+        key_heads=1,
+        tied=tied,
         head_dim=2,
-        intermediate_size=21,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
         attention_bias=True,
         max_position_embeddings=64,
-        tie_word_embeddings=tied,
         initializer_range=std,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                if name.endswith("bias"):
-                    param.normal_(std=0.1)  # zero by default, which a mistake would not show in
-    model.to(dtype).save_pretrained(folder)
-    return folder
+    return save_llama(folder, config, dtype, bias_std=0.1)
 
 
 def save_cut_smollm2(folder: Path, num_layers: int = 2) -> Path:
