@@ -230,6 +230,12 @@ def test_a_later_start_leaves_the_optimizer_alone_until_the_first_step() -> None
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 1.5)
 
 
+@pytest.mark.parametrize("given", [0, 1, 2])
+def test_a_warmup_has_two_steps_at_least(given: int) -> None:
+    lrs, _ = used("WarmupLR", {"warmup_num_steps": given, "warmup_type": "linear"}, 5)
+    assert lrs == [0, 0, 0.005, 0.01, 0.01]
+
+
 def test_numbers_as_json_has_them() -> None:
     whole, _ = used("WarmupDecayLR", {"total_num_steps": 8.0, "warmup_num_steps": 4e0, "warmup_max_lr": 1}, 10)
     assert max(whole) == 1.0
@@ -248,8 +254,12 @@ def test_a_run_shorter_than_its_warmup_is_told() -> None:
         ("WarmupLR", {"warmup_num_step": 3}, ["params.warmup_num_step: not a parameter of WarmupLR; did you mean"]),
         ("WarmupDecayLR", {}, ["params.total_num_steps: missing; WarmupDecayLR needs a whole number of steps"]),
         ("OneCycle", {}, ["params.cycle_min_lr: missing", "params.cycle_max_lr: missing"]),
-        ("WarmupLR", {"warmup_num_steps": "auto"}, ["expected a whole number of steps, at least 1, got 'auto'; noth"]),
-        ("WarmupLR", {"warmup_num_steps": 0, "warmup_type": "cubic"}, ["at least 1, got 0", "log or linear, got 'cub"]),
+        ("WarmupLR", {"warmup_num_steps": "auto"}, ["expected a whole number of steps, at least 0, got 'auto'; noth"]),
+        (
+            "WarmupLR",
+            {"warmup_num_steps": -1, "warmup_type": "cubic"},
+            ["at least 0, got -1", "log or linear, got 'cub"],
+        ),
         ("WarmupLR", {"warmup_num_steps": True}, ["got true"]),
         (
             "WarmupLR",
@@ -309,3 +319,13 @@ def test_command_lines_and_blocks_without_a_scheduler() -> None:
     assert block is None and problem is not None and "got Warmup" in problem
     assert get_lr_from_config({"type": "WarmupCosineLR", "params": {}})[0] is None
     assert "needs type and params" in get_lr_from_config({"type": "WarmupLR"})[1]
+
+
+@pytest.mark.parametrize(("name", "params", "curve"), CURVES[:-1])
+def test_a_ds_config_gives_the_same_curve(name: str, params: dict[str, Any], curve: list[float]) -> None:
+    from heavylift.config.deepspeed.parse import load_settings
+
+    block = {"type": name, "params": params}
+    settings = load_settings({"train_batch_size": 8, "scheduler": block}, world_size=1).scheduler
+    assert settings is not None
+    assert used(settings.name, settings.params, len(curve))[0] == pytest.approx(curve, rel=1e-11, abs=1e-15)

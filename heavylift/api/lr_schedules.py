@@ -51,7 +51,7 @@ class WarmupLR(Scheduler):
     KINDS = {
         "warmup_min_lr": Kind.LR,
         "warmup_max_lr": Kind.LR_OR_NONE,
-        "warmup_num_steps": Kind.STEPS,
+        "warmup_num_steps": Kind.STEPS_OR_ZERO,
         "warmup_type": Kind.WARMUP_TYPE,
     }
 
@@ -133,7 +133,7 @@ class WarmupCosineLR(Scheduler):
     KINDS = {
         "total_num_steps": Kind.STEPS,
         "warmup_min_ratio": Kind.NONNEGATIVE,
-        "warmup_num_steps": Kind.STEPS,
+        "warmup_num_steps": Kind.STEPS_OR_ZERO,
         "cos_min_ratio": Kind.NONNEGATIVE,
         "warmup_type": Kind.WARMUP_TYPE,
     }
