@@ -113,7 +113,7 @@ def test_a_key_without_effect_is_said_once(path: Path, field: Any) -> None:
         "whole number": [1],
         "a number": [7.0],
         "a list": [["x"]],
-        "one of": ["fp16", "cpu"],
+        "one of": ["fp16", "cpu", "Fail"],
         "text": ["x"],
         "a mapping": [{"a": 1}],
     }

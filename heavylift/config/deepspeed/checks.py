@@ -29,10 +29,8 @@ PRECISIONS = {
     "fp16": Precision.FP16,
     "float16": Precision.FP16,
     "half": Precision.FP16,
-    "torch.float16": Precision.FP16,
     "bf16": Precision.BF16,
     "bfloat16": Precision.BF16,
-    "torch.bfloat16": Precision.BF16,
 }
 
 STAGE = "zero_optimization.stage"

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from heavylift.config.deepspeed.keys import Block, Number, Switch, Whole, done, no_effect
 
-Dtype = Literal["fp32", "fp16", "bf16", "float32", "float16", "bfloat16", "float", "half"]
-HalfDtype = Literal["bf16", "fp16", "bfloat16", "float16", "half", "torch.bfloat16", "torch.float16"]
+
+def _dtype_name(value: Any) -> Any:
+    # torch.float16 and "torch.float16", FP16 and fp16
+    return str(value).lower().removeprefix("torch.") if isinstance(value, str) else value
+
+
+Dtype = Annotated[
+    Literal["fp32", "fp16", "bf16", "float32", "float16", "bfloat16", "float", "half"], BeforeValidator(_dtype_name)
+]
+HalfDtype = Annotated[Literal["bf16", "fp16", "bfloat16", "float16", "half"], BeforeValidator(_dtype_name)]
+FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
 
 _EXACT_STATES = "masters, gradients' sums and moments are float32: more exact, 12 bytes per parameter on their tier"
 
@@ -70,11 +79,14 @@ class DataTypes(Block):
         Dtype | None,
         no_effect(
             "gradients always add up in float32",
-            agrees=("fp32", "float32", "float"),
+            agrees=FP32_NAMES,
             there="the parameters' dtype",
         ),
     ] = None
     param_dtype: Annotated[Dtype | None, done("Must agree with fp16.enabled and bf16.enabled.")] = None
     buffer_dtype: Annotated[
         Dtype | None, done("Float buffers are cast to it; without it they keep their dtype.", there="null")
+    ] = None
+    keep_in_fp32_modules: Annotated[
+        tuple[str, ...] | None, no_effect("buffers keep their dtype unless buffer_dtype asks", there='`"auto"`')
     ] = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from heavylift.config.deepspeed.keys import (
     Block,
@@ -65,7 +65,11 @@ _WRITER = "tensors are written by torch.distributed.checkpoint, each rank its ow
 class Checkpoint(Block):
     """How checkpoints are written. Ours are one format, which resumes on any number of ranks."""
 
-    tag_validation: Annotated[str, no_effect("the tag of rank 0 counts")] = "Warn"
+    tag_validation: Annotated[
+        Literal["Ignore", "Warn", "Fail"],
+        BeforeValidator(lambda value: value.capitalize() if isinstance(value, str) else value),
+        no_effect("the tag of rank 0 counts"),
+    ] = "Warn"
     load_universal: Annotated[Switch, no_effect("every checkpoint is universal", agrees=(False,))] = False
     use_node_local_storage: Annotated[
         Switch, refused("write to storage that all nodes share: every rank reads what others wrote")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, create_model
 
 from heavylift.config.deepspeed.keys import Block, Number, Switch, Whole, done, no_effect, refused
-from heavylift.config.deepspeed.precision import Bf16, DataTypes, Dtype, Fp16, TorchAutocast
+from heavylift.config.deepspeed.precision import FP32_NAMES, Bf16, DataTypes, Dtype, Fp16, TorchAutocast
 from heavylift.config.deepspeed.refused import REFUSED_BLOCKS, Aio, Checkpoint, CommsLogger, Timers
 from heavylift.config.deepspeed.training import (
     ActivationCheckpointing,
@@ -80,10 +80,12 @@ class _Values(Block):
     comet: Annotated[Comet, done("Curves for Comet.")] = Comet()
     flops_profiler: Annotated[FlopsProfiler, done("FLOPs per module.")] = FlopsProfiler()
     gradient_allreduce_op: Annotated[
-        Literal["mean", "sum"], done("Gradients are averaged over the ranks; `sum` is refused.", auto=False)
+        Literal["mean", "sum"],
+        BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
+        done("Gradients are averaged over the ranks; `sum` is refused.", auto=False),
     ] = "mean"
     communication_data_type: Annotated[
-        Dtype | None, no_effect(_REDUCTION, agrees=("fp32", "float32", "float"), there="the parameters' dtype")
+        Dtype | None, no_effect(_REDUCTION, agrees=FP32_NAMES, there="the parameters' dtype")
     ] = None
     seq_parallel_communication_data_type: Annotated[
         Dtype | None, no_effect("there is no sequence parallelism", there="fp32")
@@ -103,6 +105,7 @@ class _Values(Block):
     data_parallel_size: Annotated[
         Annotated[Whole, Field(ge=1)] | None, no_effect("every rank is a data-parallel one", there="all ranks")
     ] = None
+    disable_python_gc: Annotated[Switch, no_effect("Python's collector is left as it is", agrees=(False,))] = False
     graph_harvesting: Annotated[Switch, no_effect("use engine.compile(mode='reduce-overhead')", agrees=(False,))] = (
         False
     )

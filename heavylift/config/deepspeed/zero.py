@@ -118,6 +118,8 @@ class ZeroOptimization(Block):
         Switch | None,
         no_effect("collectives always overlap with computation", agrees=(True,), there="true in stage 3, else false"),
     ] = None
+    compute_grad_norm: Annotated[Switch, no_effect("the norm is always computed", agrees=(True,))] = True
+    parameter_alignment: Annotated[Switch, no_effect("layers are laid out by FSDP2", agrees=(False,))] = False
     load_from_fp32_weights: Annotated[
         Switch, no_effect("checkpoints hold float32 masters, which are always loaded", agrees=(True,))
     ] = True
@@ -173,7 +175,7 @@ class ZeroOptimization(Block):
         Switch, no_effect("every rank copies its own shard of every layer", agrees=(False,))
     ] = False
     zero_hpz_partition_size: Annotated[
-        Whole, Field(ge=1), refused("remove it: there is no second copy of the parameters per node", agrees=(1,))
+        Whole, Field(ge=0), refused("remove it: there is no second copy of the parameters per node", agrees=(0, 1))
     ] = 1
     zero_quantized_weights: Annotated[Switch, refused(_ZERO_PLUS_PLUS)] = False
     zero_quantized_nontrainable_weights: Annotated[Switch, refused(_ZERO_PLUS_PLUS)] = False
