@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# ./finetune.sh superoffload            # 4 sequences per GPU
+# ./finetune.sh zerooffload 8           # 8 per GPU
+# what: full fine-tuning of Llama 3.3 70B on alpaca-format data, optimizer states in host memory; `superoffload`: 90% of
+#       them, stepped beside backward or the next forward; `zerooffload`: all of them
+# hardware: 4 GPUs with 141 GB; host memory for 12 bytes per parameter and share: 0.9 x 70.6e9 x 12 bytes = 710 GiB
+#       (`zerooffload` 789 GiB). It is compared with what is free before anything is allocated; RATIO lowers the share.
+# as it stands: steps on random weights and random tokens, to measure; it learns nothing. For the real thing:
+#       MODEL=path/or/hub-id ./finetune.sh superoffload 4 --dataset my_data.jsonl --save_model
+# everything after the batch size goes to finetune.py (finetune.py --help); environment: MODEL, NUM_GPUS, RATIO, OUTPUT_DIR
+# small, without a GPU: MODEL=../../shapes/tiny_llama NUM_GPUS=2 ./finetune.sh superoffload 2 --max_length 64
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+usage() {
+    echo "usage: finetune.sh superoffload|zerooffload [BATCH_SIZE] [switches of finetune.py]" >&2
+    exit 2
+}
+
+mode=${1:-}
+[[ $mode == superoffload || $mode == zerooffload ]] || usage
+shift
+batch_size=4
+if [[ $# -gt 0 && $1 != -* ]]; then
+    batch_size=$1
+    shift
+fi
+[[ $batch_size =~ ^[1-9][0-9]*$ ]] || usage
+
+model=${MODEL:-$here/../../shapes/llama_3_3_70b}
+num_gpus=${NUM_GPUS:-4}
+output_dir=${OUTPUT_DIR:-runs/llama_3_3_70b_$mode}
+ratio=${RATIO:-$([[ $mode == superoffload ]] && echo 0.90 || echo 1.0)}
+
+if [[ $mode == superoffload ]]; then
+    placement='"ratio": '$ratio', "super_offload": true, "cpuadam_cores_perc": 0.90'
+else
+    placement='"ratio": '$ratio
+fi
+
+mkdir -p "$output_dir"
+config=$output_dir/ds_config.json
+cat > "$config" <<JSON
+{
+  "train_micro_batch_size_per_gpu": $batch_size,
+  "gradient_accumulation_steps": 1,
+  "gradient_clipping": 1.0,
+  "bf16": {"enabled": true},
+  "zero_optimization": {
+    "stage": 3,
+    "offload_optimizer": {"device": "cpu", "pin_memory": true, $placement}
+  }
+}
+JSON
+
+launch=(heavylift launch)
+command -v heavylift > /dev/null || launch=(python3 -m heavylift.cli.main launch)
+
+exec "${launch[@]}" --num_gpus "$num_gpus" --bind_cores_to_rank "$here/finetune.py" \
+    --deepspeed_config "$config" \
+    --model_name "$model" \
+    --output_dir "$output_dir" \
+    --lr 1e-5 \
+    --warmup_ratio 0.05 \
+    --weight_decay 0.01 \
+    --max_length 4096 \
+    --num_train_epochs 1 \
+    --log_interval 1 \
+    --activation_checkpointing \
+    "$@"

@@ -1,0 +1,115 @@
+"""What finetune.py tells of its steps: one line each, metrics.jsonl, and the means at the end.
+
+TFLOPS are told by two conventions: that of the SuperOffload examples, so that published numbers compare, and what the
+model needs (see `heavylift.train.flops`). Step times are wall clock, the device waited for before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from heavylift.config.schema import Recipe
+from heavylift.data.batches import Batch, BatchPlan
+from heavylift.train.flops import ModelShape, examples_flops, model_flops
+from heavylift.train.metrics import MetricsWriter, StepMetrics, memory_now, step_line
+from heavylift.train.monitors import metrics_events, open_monitors
+
+
+def wait_for_device() -> None:
+    """Until the GPU has done what it was given: without, a step's time is that of handing it out."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class StepReport:
+    """Rank 0's reports; other ranks only take part in the sums."""
+
+    def __init__(
+        self, recipe: Recipe, plan: BatchPlan, hf_config: PretrainedConfig, num_params: int, device: torch.device
+    ) -> None:
+        self._recipe = recipe
+        self._plan = plan
+        self._shape = ModelShape.from_config(hf_config.to_dict(), num_params)
+        self._num_params = num_params
+        self._device = device
+        self.steps: list[StepMetrics] = []
+        if dist.get_rank() == 0:
+            folder = Path(recipe.train.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / "metrics.jsonl"
+            path.unlink(missing_ok=True)  # of an earlier run
+            self._writer = MetricsWriter(path)
+            self._monitors = open_monitors(recipe)
+
+    def step(
+        self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float, lr: float, step_s: float
+    ) -> StepMetrics:
+        """One step is done. A collective. `step` counts from 0; `loss`: mean over the trained tokens of the step."""
+        plan, world_size = self._plan, dist.get_world_size()
+        recompute = self._recipe.train.recomputes_everything
+        counted = 0.0
+        for batch in batches:
+            rows, width = batch.input_ids.shape
+            counted += examples_flops(
+                self._num_params, self._shape.num_layers, self._shape.hidden, width, rows, recompute
+            )
+        needed = model_flops(self._shape, plan.samples.lengths[plan.sample_ids(step)].tolist()) / world_size
+        device_gib, host_gib = self._memory()
+        metrics = StepMetrics(
+            step=step + 1,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            step_s=step_s,
+            tokens=plan.num_tokens(step),
+            tokens_per_s=plan.num_tokens(step) / step_s,
+            tflops=counted / step_s / 1e12,
+            model_tflops=needed / step_s / 1e12,
+            mem_device_gib=device_gib,
+            mem_host_gib=host_gib,
+        )
+        self.steps.append(metrics)
+        if dist.get_rank() == 0:
+            self._writer.write(metrics)
+            self._monitors.write_events(metrics_events(metrics))
+        return metrics
+
+    def _memory(self) -> tuple[float, float]:
+        """(device GiB of the rank that has most, host GiB of all ranks)."""
+        device_gib, host_gib = memory_now()
+        largest, total = (torch.tensor(value, device=self._device) for value in (device_gib, host_gib))
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(total)
+        return float(largest), float(total)
+
+    def summary(self, num_left_out: int) -> str:
+        """Means over the steps but for the first `num_left_out`."""
+        measured = self.steps[num_left_out:] or self.steps
+        seconds = sum(m.step_s for m in measured)
+        tokens = sum(m.tokens for m in measured)
+        # weighted by time, which makes them the work of all steps over the time of all steps
+        tflops = sum(m.tflops * m.step_s for m in measured) / seconds
+        needed = sum(m.model_tflops * m.step_s for m in measured) / seconds
+        left_out = len(self.steps) - len(measured)
+        return (
+            f"done: {len(self.steps)} steps, loss {self.steps[0].loss:.4f} -> {self.steps[-1].loss:.4f}\n"
+            f"means of {len(measured)} steps ({left_out} left out): {seconds / len(measured):.3f} s a step, "
+            f"{tokens / seconds:,.0f} tokens/s, {tflops:.4g} TFLOPS per GPU by the examples' formula, "
+            f"{needed:.4g} that the model needs"
+        )
+
+    def close(self) -> None:
+        """Closes files and monitors."""
+        if dist.get_rank() == 0:
+            self._writer.close()
+            self._monitors.close()
+
+
+def log_line(metrics: StepMetrics, num_steps: int) -> str:
+    """One step for people."""
+    return f"{step_line(metrics)}  step_s: {metrics.step_s:.3f}  of {num_steps} steps"
