@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from heavylift.config.deepspeed.keys import Block, block_of, canonical_names
 from heavylift.config.deepspeed.parse import interpret
 from heavylift.config.deepspeed.schema import DeepSpeedConfig
 from heavylift.config.deepspeed.settings import Settings
+from heavylift.config.deepspeed.sources import parse_json, read_source
 from heavylift.config.deepspeed.training import (
     REQUIRED_PARAMS,
     SCHEDULERS,
@@ -25,6 +28,7 @@ from heavylift.config.deepspeed.training import (
 )
 from heavylift.config.schema import Tier
 from heavylift.config.words import expected
+from heavylift.errors import UserError
 
 
 def _all_names(block: type[Block]) -> Iterator[str]:
@@ -126,6 +130,45 @@ def test_a_random_config_is_understood_or_refused(seed: int, world_size: int) ->
         assert isinstance(found.settings, Settings)
         assert settings_table(found.settings).row_count > 30
         convert(found.settings, found.reading, model="m", dataset="d", output_dir="o", world_size=None)
+
+
+PIECES = [
+    *'{}[]:,"#/*\n\\',
+    "//",
+    "/*",
+    "*/",
+    " ",
+    '"a"',
+    "'",
+    "'''",
+    "true",
+    "null",
+    "1e5",
+    "-",
+    "NaN",
+    "auto",
+    "\0",
+    "é",
+    "u12",
+]
+
+
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join) | st.text(max_size=40))
+def test_a_random_text_is_a_mapping_or_refused(text: str) -> None:
+    for given_text in (text, "{" + text, '{"a": 1,' + text + "}"):
+        try:
+            assert isinstance(parse_json(given_text, "f"), dict)
+        except UserError as error:
+            assert len(error.problems) == 1 and error.problems[0].startswith("f:")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.text(max_size=40))
+def test_a_random_name_is_refused(name: str) -> None:
+    if name not in (".", "..", "/") and not Path(name.replace("\0", "")).exists():
+        with pytest.raises(UserError):
+            read_source(name)
 
 
 def test_the_random_configs_are_of_both_kinds() -> None:

@@ -137,7 +137,8 @@ def _resolve(reading: Reading, sizes: BatchSizes, batch_notes: list[str]) -> Set
         checkpointing=_checkpointing(config.activation_checkpointing),
         monitors=_monitors(config),
         steps_per_print=config.steps_per_print,
-        wall_clock_breakdown=config.wall_clock_breakdown,
+        # as in DeepSpeed: the profile tells of the step's phases too
+        wall_clock_breakdown=config.wall_clock_breakdown or config.flops_profiler.enabled,
         memory_breakdown=config.memory_breakdown,
         dump_state=config.dump_state,
         flops_profiler=_flops_profiler(config.flops_profiler),

@@ -60,7 +60,9 @@ class _Values(Block):
         BeforeValidator(_never),
         done("Steps between two progress lines; null, 0 or infinity: none.", auto=False),
     ] = None
-    wall_clock_breakdown: Annotated[Switch, done("Time forward, backward and step.", auto=False)] = False
+    wall_clock_breakdown: Annotated[
+        Switch, done("Time forward, backward and step; `flops_profiler` turns it on too.", auto=False)
+    ] = False
     memory_breakdown: Annotated[Switch, done("Print memory around the step.", auto=False)] = False
     dump_state: Annotated[Switch, done("Print the resolved settings at the start.", auto=False)] = False
     dataloader_drop_last: Annotated[Switch, done("Drop the last, smaller batch of training_data.", auto=False)] = False

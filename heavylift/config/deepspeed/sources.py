@@ -118,7 +118,7 @@ def _parse_hjson(text: str, source: str, error: json.JSONDecodeError) -> Any:
     except hjson.HjsonDecodeError:
         # hjson reads on as far as it can, so plain JSON's place is nearer to the mistake
         raise UserError(f"{plain} (nor is it Hjson); correct it there") from None
-    except (RecursionError, ValueError):
+    except (RecursionError, ValueError, LookupError):  # the package looks past the end of an unclosed comment
         raise UserError(f"{plain}; correct it there") from None
 
 
