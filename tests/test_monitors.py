@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from wandb_files import wandb_history
+from wandb_files import wandb_exit_code, wandb_history
 
 from heavylift.config.deepspeed.settings import MonitorSettings
 from heavylift.errors import UserError
@@ -99,9 +99,23 @@ def test_wandb_offline_has_a_row_per_step(tmp_path: Path, monkeypatch: pytest.Mo
     monitor.write_events(EVENTS)
     monitor.close()
     assert wandb.run is None
+    assert wandb_exit_code(tmp_path) == 0
     history = wandb_history(tmp_path)
     names = ("_step", "Train/Samples/lr", "Train/Samples/train_loss")
     assert [[row.get(name) for name in names] for row in history] == [[8, 0.25, 1.5], [16, 0.125, None]]
+
+
+def test_a_run_that_raises_is_shown_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    settings = [MonitorSettings("wandb", {"folder": tmp_path}), file_monitor("csv", tmp_path)]
+    with pytest.raises(ZeroDivisionError), MonitorMaster(settings, enabled=True) as monitor:
+        monitor.write_events(EVENTS)
+        raise ZeroDivisionError
+    assert not monitor.enabled
+    assert [row["_step"] for row in wandb_history(tmp_path)] == [8, 16]
+    assert wandb_exit_code(tmp_path) == 1
 
 
 def test_wandb_run_of_the_script_is_used_and_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

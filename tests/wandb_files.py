@@ -31,8 +31,8 @@ def wandb_records(path: Path) -> list[bytes]:
     return found
 
 
-def wandb_history(folder: Path) -> list[dict[str, Any]]:
-    """The rows that were logged to the one offline run below `folder`."""
+def _run_records(folder: Path) -> list[Any]:
+    """The records of the one offline run below `folder`, which has ended."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
@@ -45,5 +45,16 @@ def wandb_history(folder: Path) -> list[dict[str, Any]]:
         if "exit" in kinds:  # wandb's own process writes, and may be behind
             break
         time.sleep(0.1)
-    history = [record.history.item for record, kind in zip(records, kinds, strict=True) if kind == "history"]
+    return records
+
+
+def wandb_history(folder: Path) -> list[dict[str, Any]]:
+    """The rows that were logged to the one offline run below `folder`."""
+    history = [record.history.item for record in _run_records(folder) if record.WhichOneof("record_type") == "history"]
     return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in history]
+
+
+def wandb_exit_code(folder: Path) -> int:
+    """With which the one offline run below `folder` ended; not 0: shown as failed."""
+    (code,) = [r.exit.exit_code for r in _run_records(folder) if r.WhichOneof("record_type") == "exit"]
+    return code

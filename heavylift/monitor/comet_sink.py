@@ -71,6 +71,6 @@ class CometSink:
         """Waits until the values are sent."""
         self._experiment.flush()
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Ends the experiment; waits until all is written or uploaded."""
         self._experiment.end()

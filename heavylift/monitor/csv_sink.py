@@ -43,7 +43,7 @@ class CsvSink:
     def flush(self) -> None:
         """Every write has flushed."""
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Closes the files."""
         for file in self._files.values():
             file.close()

@@ -26,8 +26,8 @@ class Sink(Protocol):
     def flush(self) -> None:
         """Returns when all is written, as far as the sink's own program can tell."""
 
-    def close(self) -> None:
-        """Ends it; a second call does nothing."""
+    def close(self, failed: bool = False) -> None:
+        """Ends it; `failed`: the run did not reach its end."""
 
 
 def step_events(

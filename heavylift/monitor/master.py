@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from heavylift.config.deepspeed.settings import MonitorSettings
 from heavylift.config.words import named, nearest
@@ -26,7 +27,7 @@ SINKS: dict[str, Callable[..., Sink]] = {
 
 
 class MonitorMaster:
-    """Writes events to every sink of `monitors`. Make it on every rank, `enabled` on rank 0 only.
+    """Writes events to every sink of `monitors`. Make it on every rank, `enabled` on rank 0 only; a context manager.
 
     Raises UserError, one line per problem, for an unknown kind or option and for a sink that cannot be opened.
     """
@@ -64,10 +65,16 @@ class MonitorMaster:
         """Writes what is buffered."""
         self._each(lambda sink: sink.flush())
 
-    def close(self) -> None:
-        """Ends all sinks; nothing is written after that."""
-        self._each(lambda sink: sink.close())
+    def close(self, failed: bool = False) -> None:
+        """Ends all sinks; nothing is written after that. `failed`: the run did not reach its end."""
+        self._each(lambda sink: sink.close(failed))
         self._sinks.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close(failed=kind is not None)
 
     def _each(self, action: Callable[[Sink], Any]) -> None:
         for kind, sink in list(self._sinks.items()):

@@ -30,6 +30,6 @@ class TensorBoardSink:
         """Writes what is buffered."""
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Closes the event file."""
         self._writer.close()

@@ -49,7 +49,7 @@ class WandbSink:
     def flush(self) -> None:
         """wandb's own process writes; it is behind by about a second."""
 
-    def close(self) -> None:
-        """Ends the run, if it was started here; waits until all is written or uploaded."""
+    def close(self, failed: bool = False) -> None:
+        """Ends the run, as failed or not, if it was started here; waits until all is written or uploaded."""
         if self._owned:
-            self._run.finish()
+            self._run.finish(exit_code=int(failed))

@@ -68,8 +68,7 @@ def train(run: Run) -> History:
         with ExitStack() as stack:
             writer = stack.enter_context(MetricsWriter(folder / "metrics.jsonl"))
             waits = stack.enter_context(MetricsWriter(folder / "waits.jsonl")) if _has_host_tier(run) else None
-            monitors = open_monitors(run.recipe)
-            stack.callback(monitors.close)
+            monitors = stack.enter_context(open_monitors(run.recipe))
             progress = stack.enter_context(Progress(run.data.num_steps))
             _steps(run, Reporter(writer, waits, progress, monitors, run.recipe.train.logging_steps, history))
     else:
