@@ -22,7 +22,7 @@ from heavylift.launch.multinode import forwarded_environment, read_environment_f
 from heavylift.launch.options import parse_options
 from heavylift.launch.placement import parse_places
 from heavylift.launch.slurm import expand_nodes, job_nodes, srun_command
-from heavylift.launch.start import _own_cores
+from heavylift.launch.start import _become_rank, _own_cores
 from heavylift.launch.surroundings import Node, Rank, surroundings
 
 # notes its arguments, then runs the last one as sshd would: with a shell, and with a bare environment
@@ -273,6 +273,13 @@ def test_cores_of_a_rank_that_others_started(monkeypatch: pytest.MonkeyPatch) ->
     assert _own_cores(bound, 2)["HEAVYLIFT_BIND"] == "1"
 
 
+def test_a_task_that_sees_too_few_gpus_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank("srun", {"RANK": "3", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"})
+    monkeypatch.setattr("heavylift.launch.start.gpu_pci_ids", lambda: ["0000:01:00.0"])
+    with pytest.raises(UserError, match="^srun: local rank 3 sees 1 GPU; .*--gpus-per-node instead of --gpus-per-task"):
+        _become_rank(parse_options(["s.py"]), rank)
+
+
 def test_hostfile(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# nodes\nworker-1 slots=4\n\n10.0.0.2   slots=8  # new\n")
@@ -409,3 +416,23 @@ def test_pdsh_means_ssh_and_dashes_do_for_underscores() -> None:
     options = parse_options(["--launcher", "pdsh", "--bind-cores-to-rank", "--no-local-rank", "s.py", "--module"])
     assert options.launcher == "ssh" and options.bind_cores and options.no_local_rank and not options.module
     assert options.script_args == ("--module",)
+    written_out = [
+        "--num_gpus=-1",
+        "--num_nodes",
+        "-1",
+        "--node_rank=-1",
+        "--include=",
+        "--exclude",
+        "",
+        "--master_addr=",
+    ]
+    options = parse_options([*written_out, "s.py"])
+    given = (
+        options.num_gpus,
+        options.num_nodes,
+        options.node_rank,
+        options.include,
+        options.exclude,
+        options.master_addr,
+    )
+    assert given == (None,) * 6

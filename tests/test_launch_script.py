@@ -337,6 +337,22 @@ def test_a_signal_to_the_launcher_leaves_nobody(here: Here, tmp_path: Path, numb
         process.kill()
 
 
+def test_under_nohup_a_closed_terminal_ends_nothing(here: Here, tmp_path: Path) -> None:
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as from nohup
+    try:
+        process = command(tmp_path, "--num_gpus", "1", "sleep.py")
+    finally:
+        signal.signal(signal.SIGHUP, old)
+    try:
+        ranks = wait_for_ranks(tmp_path, 1)
+        process.send_signal(signal.SIGHUP)  # would be seen first
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=120)
+        assert process.returncode == 128 + signal.SIGTERM and gone(ranks)
+    finally:
+        process.kill()
+
+
 def test_kill_9_of_one_rank_ends_the_others(here: Here, tmp_path: Path) -> None:
     process = command(tmp_path, "launch", "--num_gpus", "2", "sleep.py")
     try:

@@ -22,13 +22,13 @@ from types import FrameType
 
 from heavylift.errors import EXIT_USER_ERROR, UserError
 from heavylift.launch.report import SHUTDOWN_S, first_cause
+from heavylift.launch.runner import ending_signals
 
 STDIN_VARIABLE = "HEAVYLIFT_ENDS_WITH_STDIN"
 """1: this launcher was started by another one and ends when its stdin does."""
 FORWARDED = ("NCCL", "PYTHON", "UCX", "GLOO", "TORCH", "HEAVYLIFT", "OMP_NUM_THREADS", "HF_", "CUDA_DEVICE_ORDER")
 """Variables whose names start so go to every machine."""
 _OURS_ALONE = ("HEAVYLIFT_LAUNCHER_PID", "HEAVYLIFT_PLACES", "HEAVYLIFT_BIND", "HEAVYLIFT_FAILURES")
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SSH_FAILED = 255  # ssh(1), EXIT STATUS
 _CHECK_S = 20
 _POLL_S = 0.1
@@ -172,7 +172,7 @@ def _wait(started: Sequence[subprocess.Popen[bytes]]) -> dict[int, tuple[int, fl
 
 def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
     """Ends what still runs: by its stdin, then by signals. Signals to us are ignored from here on: the end is near."""
-    for number in _SIGNALS:
+    for number in ending_signals():
         signal.signal(number, signal.SIG_IGN)
     for process in started:
         if process.stdin is not None and not process.stdin.closed:
@@ -212,7 +212,7 @@ def _signals_raise() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Stopped(number)
 
-    old = {number: signal.signal(number, stop) for number in _SIGNALS}
+    old = {number: signal.signal(number, stop) for number in ending_signals()}
     try:
         yield
     finally:

@@ -24,6 +24,8 @@ _REFUSED = {
     "--max_elastic_nodes": "elastic training is not there; give --num_nodes",
     "--autotuning": "there is no autotuning; leave it out, and set batch size and offload ratio yourself",
 }
+# DeepSpeed's own defaults, which scripts that pass every flag on write out
+_NOT_GIVEN = {"num_nodes": -1, "num_gpus": -1, "node_rank": -1, "include": "", "exclude": "", "master_addr": ""}
 _MPI = {"openmpi", "mvapich", "mpich", "impi", "mosaicml"}
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -78,6 +80,9 @@ def parse_options(arguments: Sequence[str]) -> LaunchOptions:
         if name in _REFUSED:
             raise UserError(f"{name}: {_REFUSED[name]}")
     given = _parser().parse_args(list(arguments))
+    for name, not_given in _NOT_GIVEN.items():
+        if getattr(given, name) == not_given:
+            setattr(given, name, None)
     _check(given)
     launcher = "ssh" if given.launcher == "pdsh" else given.launcher
     return LaunchOptions(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
-__all__ = ["NodeRun", "first_cause", "launch_workers", "run_here", "run_node", "started_elsewhere"]
+__all__ = ["NodeRun", "ending_signals", "first_cause", "launch_workers", "run_here", "run_node", "started_elsewhere"]
 
 WORKER_MODULE = "heavylift.train.worker"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -184,10 +184,16 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def ending_signals() -> list[signal.Signals]:
+    """Signals that end a run: all that ask for it, but for a SIGHUP that this process was told to ignore."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if ignored else [signal.SIGHUP]), signal.SIGQUIT]
+
+
 @contextmanager
 def _signals_restored() -> Iterator[None]:
     """Puts back the signal handlers that torch's agent replaces."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    handlers = {number: signal.getsignal(number) for number in ending_signals()}
     try:
         yield
     finally:
@@ -219,6 +225,8 @@ def _launch_config(run: NodeRun, log_folder: str) -> LaunchConfig:
     )
     # by default torch narrows each worker's cores to its GPU's memory node; the cores are divided once, by us
     config.numa_options = None
+    # nohup asks for SIGHUP to be ignored
+    config.signals_to_handle = ",".join(number.name for number in ending_signals())
     return config
 
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import NoReturn
 
 from heavylift.errors import UserError
 from heavylift.launch.addresses import check_port_is_free, is_this_machine, own_address_towards, resolves
-from heavylift.launch.binding import binding_environment, machine_places
+from heavylift.launch.binding import binding_environment, machine_places, num_memory_nodes
 from heavylift.launch.cores import gpu_count
 from heavylift.launch.devices import VISIBLE_VARIABLE, device_list, gpu_pci_ids
 from heavylift.launch.entry import AS_DEEPSPEED_VARIABLE, LOCAL_RANK_FLAG
@@ -35,14 +36,14 @@ from heavylift.launch.multinode import (
 )
 from heavylift.launch.options import DEFAULT_HOSTFILE, DEFAULT_PORT, LaunchOptions
 from heavylift.launch.pid_file import saved_pid
-from heavylift.launch.placement import place_ranks
+from heavylift.launch.placement import RankPlace, place_ranks
 from heavylift.launch.quota import num_usable_cores
 from heavylift.launch.rank_output import LOG_VARIABLE
 from heavylift.launch.resctrl import partitions, partitions_from_environment
 from heavylift.launch.runner import NodeRun, run_node
 from heavylift.launch.slurm import job_nodes, srun_command
 from heavylift.launch.surroundings import Node, Rank, surroundings
-from heavylift.launch.topology import read_topology
+from heavylift.launch.topology import format_cpu_list, read_topology
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ def start_node(options: LaunchOptions, place: NodePlace, quiet_end: bool = False
     places = machine_places(num_ranks, place.slots, options.core_list, gpu_pci_ids() if gpus else [])
     if options.core_list is not None and len({cpu for one in places for cpu in one.cpus}) < num_ranks:
         raise UserError(f"--bind_core_list {options.core_list}: fewer cores than the {num_ranks} ranks of this machine")
+    if options.bind_cores:
+        _note_places(options, places)
     environment = {
         **binding_environment(places, options.bind_cores),
         "LOCAL_SIZE": str(num_ranks),
@@ -293,6 +296,13 @@ def _entry_arguments(options: LaunchOptions) -> tuple[str, ...]:
 
 def _become_rank(options: LaunchOptions, rank: Rank) -> NoReturn:
     """This process is one rank already: the script takes its place."""
+    local_rank, num_gpus = int(rank.variables["LOCAL_RANK"]), len(gpu_pci_ids())
+    if 0 < num_gpus <= local_rank:
+        seen = f"{num_gpus} GPU{'s' * (num_gpus > 1)}"
+        raise UserError(
+            f"{rank.who}: local rank {local_rank} sees {seen}; every rank must see all GPUs of its machine, "
+            "with srun by --gpus-per-node instead of --gpus-per-task"
+        )
     environment = {**os.environ, **rank.variables}
     if rank.variables["RANK"] == "0":
         _note(options, f"started by {rank.who}: every process is one rank; flags about machines have no effect")
@@ -361,6 +371,13 @@ def _rank_logs(options: LaunchOptions, speaks: bool) -> dict[str, str]:
     if speaks:
         _note(options, f"each rank writes to {prefix}_rankN.log")
     return {LOG_VARIABLE: str(prefix)}
+
+
+def _note_places(options: LaunchOptions, places: Sequence[RankPlace]) -> None:
+    several = num_memory_nodes() > 1
+    for rank, place in enumerate(places):
+        memory = f", memory of node {place.node} first" if several and place.node is not None else ""
+        _note(options, f"local rank {rank}: cores {format_cpu_list(place.cpus)}{memory}, threads: {place.num_threads}")
 
 
 def _note(options: LaunchOptions, text: str) -> None:
