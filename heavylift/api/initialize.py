@@ -124,11 +124,6 @@ def build_optimizer(
     choice: OptimizerChoice, prepared: PreparedModel, settings: Settings, ranks: Ranks
 ) -> TieredAdamW | TorchStep:
     """The optimizer over the sharded parameters, with the masters from before rounding."""
-    if choice.client is not None and choice.client.state:
-        raise UserError(
-            "optimizer: it has state from earlier steps, which initialize() cannot take over; pass it before its first "
-            "step, and restore training with engine.load_checkpoint()"
-        )
     if not choice.tiered:
         inner = choice.client
         if inner is None:

@@ -81,6 +81,11 @@ def choose_optimizer(
                 f"initialize: optimizer= should be a torch.optim.Optimizer or a function that makes one, got "
                 f"{type(client).__name__}"
             )
+        if client.state:
+            raise UserError(
+                "optimizer: it has state from earlier steps, which initialize() cannot take over; pass it before its "
+                "first step, and restore training with engine.load_checkpoint()"
+            )
         tiered = is_plain_adamw(client)
         if offloads and not tiered:
             raise UserError(

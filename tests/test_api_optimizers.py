@@ -1,0 +1,215 @@
+"""What trains: the configured optimizer, a script's own object or function, groups, schedulers, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity_api.models import make_branches
+from parity_api.runs import Case, ds_config, masters, train
+from ranks.pool import run_on_ranks
+from torch import nn
+
+import heavylift
+from heavylift.errors import UserError
+from heavylift.offload.optimizer import TieredAdamW
+
+Groups = list[dict[str, Any]]
+
+
+def two_groups(model: nn.Module) -> Groups:
+    """Biases with their own rate and no decay."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.2},
+        {"params": [p for p in trained if p.ndim == 1], "lr": 3e-3, "weight_decay": 0.0},
+    ]
+
+
+def adamw(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-6, foreach=False)
+
+
+def adam_l2(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(groups, lr=1e-2, foreach=False)
+
+
+def momentum(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, foreach=False)
+
+
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {"adamw": adamw, "adam_l2": adam_l2, "momentum": momentum}
+
+
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def client_job(name: str, case: Case, as_functions: bool) -> dict[str, Any]:
+    """A script's optimizer over two groups and its scheduler, made before initialize() or by it."""
+    model = make_branches()
+    groups = two_groups(model)
+    config = ds_config(case, dist.get_world_size())
+    del config["optimizer"]
+    if as_functions:
+        optimizer: Any = MAKERS[name]
+        scheduler: Any = halving
+    else:
+        optimizer = MAKERS[name](groups)
+        scheduler = halving(optimizer)
+    engine, used, loader, returned = heavylift.initialize(
+        model=model, optimizer=optimizer, model_parameters=groups, lr_scheduler=scheduler, config=config
+    )
+    assert loader is None and returned is engine.lr_scheduler and used is engine.optimizer
+    kind = type(used).__name__
+    curve = train(engine, "branches", case.precision, case.accumulation)
+    result = {"kind": kind, "weights": curve.weights, "lr": engine.get_lr(), "mom": engine.get_mom()}
+    engine.destroy()
+    return result
+
+
+def plain_weights(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    from parity_api.models import micro_batches
+
+    model = make_branches()
+    optimizer = MAKERS[name](two_groups(model))
+    scheduler = halving(optimizer)
+    for batches in micro_batches("branches", 2, torch.float32):
+        for batch in batches:
+            (model(**batch)["loss"] / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return {name: p.detach() for name, p in model.named_parameters()}, [g["lr"] for g in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "as_functions", "kind"),
+    [
+        ("adamw", Case("branches", 3, "cpu"), False, "TieredAdamW"),
+        ("adamw", Case("branches", 1, "none"), True, "TieredAdamW"),
+        ("adam_l2", Case("branches", 3, "none"), False, "TorchStep"),
+        ("momentum", Case("branches", 2, "none"), False, "TorchStep"),
+        ("momentum", Case("branches", 0, "none"), True, "TorchStep"),
+        ("momentum", Case("branches", 3, "none", "bf16"), True, "TorchStep"),
+    ],
+)
+def test_a_scripts_own_optimizer_and_scheduler(name: str, case: Case, as_functions: bool, kind: str) -> None:
+    result = run_on_ranks(2, client_job, name, case, as_functions)[0]
+    weights, lr = plain_weights(name)
+    assert result["kind"] == kind
+    assert result["lr"] == pytest.approx(lr, rel=1e-12)
+    assert result["mom"] == [{"momentum": 0.9, "adamw": (0.8, 0.95), "adam_l2": (0.9, 0.999)}[name]] * 2
+    for key, weight in weights.items():
+        if not key.startswith("frozen"):
+            tolerance = 1e-6 if case.precision == "fp32" else 2e-2
+            assert torch.allclose(result["weights"][key], weight, atol=tolerance), key
+
+
+def odd_setups_job() -> dict[str, Any]:
+    """Some parameters only; configured optimizers; none at all."""
+    case = Case("branches", 2, "cpu")
+    model = make_branches()
+    engine, optimizer, _, _ = heavylift.initialize(
+        model=model, config=ds_config(case, 2), model_parameters=[*model.left.parameters(), *model.outside.parameters()]
+    )
+    start = masters(engine)
+    assert isinstance(optimizer, TieredAdamW)
+    after = train(engine, "branches", "fp32", 1).weights
+    moved = {name for name in start if not torch.equal(start[name], after[name])}
+    engine.destroy()
+
+    config = ds_config(Case("branches", 3), 2, optimizer={"type": "Adagrad", "params": {"lr": 0.1}})
+    engine, optimizer, _, _ = heavylift.initialize(model=make_branches(), config=config)
+    inner = type(optimizer.inner).__name__  # type: ignore[union-attr]
+    engine.destroy()
+
+    config = ds_config(Case("branches", 3), 2)
+    del config["optimizer"]
+    engine, optimizer, _, _ = heavylift.initialize(model=make_branches(), config=config)
+    with torch.no_grad():
+        loss = engine(torch.ones(8, 5), torch.ones(8, 1))["loss"]
+    with pytest.raises(UserError) as raised:
+        engine.step()
+    plain = make_branches()(torch.ones(8, 5), torch.ones(8, 1))["loss"]
+    engine.destroy()
+    return {"moved": moved, "inner": inner, "none": optimizer, "message": str(raised.value), "loss": (loss, plain)}
+
+
+def test_some_parameters_other_classes_and_no_optimizer() -> None:
+    result = run_on_ranks(2, odd_setups_job)[0]
+    assert result["moved"] == {"left.weight", "left.bias", "outside.weight", "outside.bias"}
+    assert result["inner"] == "Adagrad"
+    assert result["none"] is None
+    assert result["message"].startswith("step: there is no optimizer; add an `optimizer` block")
+    assert torch.allclose(*result["loss"])
+
+
+def refusals_job() -> dict[str, str]:
+    """What initialize() refuses, and its message."""
+    none, cpu = Case("branches", 3, "none"), Case("branches", 3, "cpu")
+    model = make_branches()
+    stepped = adamw(two_groups(model))
+    model(torch.ones(2, 5), torch.ones(2, 1))["loss"].backward()
+    stepped.step()
+    frozen = make_branches().requires_grad_(False)
+    scalar = make_branches()
+    scalar.register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
+    twice = make_branches()
+    config = ds_config(none, 1)
+    calls: dict[str, dict[str, Any]] = {
+        "no model": {"config": config},
+        "no config": {"model": make_branches()},
+        "two configs": {"model": make_branches(), "config": config, "config_params": config},
+        "offloaded SGD": {
+            "model": (m := make_branches()),
+            "optimizer": momentum(two_groups(m)),
+            "config": ds_config(cpu, 1),
+        },
+        "another's": {"model": make_branches(), "optimizer": adamw(two_groups(make_branches())), "config": config},
+        "stepped": {"model": model, "optimizer": stepped, "config": config},
+        "an odd optimizer": {"model": make_branches(), "optimizer": 3, "config": config},
+        "nothing to train": {"model": frozen, "config": config},
+        "a scalar": {"model": scalar, "config": config},
+        "low precision": {"model": make_branches().bfloat16(), "config": config},
+        "a tensor": {"model": make_branches(), "model_parameters": torch.ones(3), "config": config},
+        "in two groups": {
+            "model": twice,
+            "model_parameters": [{"params": twice.parameters()}, {"params": [twice.late]}],
+            "config": config,
+        },
+        "sequence parallel": {"model": make_branches(), "config": config, "mesh_param": (1, 2)},
+    }
+    messages = {}
+    for name, call in calls.items():
+        with pytest.raises(UserError) as raised:
+            heavylift.initialize(**call)
+        messages[name] = str(raised.value)
+    return messages
+
+
+def test_what_cannot_be_done_as_asked_is_said_in_one_line() -> None:
+    messages = run_on_ranks(1, refusals_job)[0]
+    expected = {
+        "no model": "model= should be a torch.nn.Module, got NoneType",
+        "no config": "no configuration; pass config=",
+        "two configs": "given 2 times (config, config_params)",
+        "offloaded SGD": "optimizer: SGD cannot run on the host; use torch.optim.AdamW",
+        "another's": "10 of its parameters are not the model's",
+        "stepped": "it has state from earlier steps",
+        "an odd optimizer": "optimizer= should be a torch.optim.Optimizer or a function that makes one, got int",
+        "nothing to train": "no parameter has requires_grad",
+        "a scalar": "parameter temperature has no dimension",
+        "low precision": 'parameters are bfloat16; set "bf16": {"enabled": true}',
+        "a tensor": "model_parameters= should be a list of parameters or of groups",
+        "in two groups": "a parameter is in more than one group",
+        "sequence parallel": "asks for sequence parallelism",
+    }
+    assert messages.keys() == expected.keys()
+    for name, part in expected.items():
+        assert part in messages[name], f"{name}: {messages[name]}"
+        assert "\n" not in messages[name]
