@@ -82,6 +82,7 @@ class LeafModule(Block):
 _ZERO_PLUS_PLUS = "remove it: collectives are not compressed; gradients are reduced in float32"
 
 
+# longer than a class should be: the file has these keys side by side
 class ZeroOptimization(Block):
     """What is sharded over the ranks. The sharding itself is PyTorch's FSDP2."""
 
