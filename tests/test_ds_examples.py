@@ -1,0 +1,229 @@
+"""The programs of examples/deepspeed, launched as their first lines say, in miniature."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import Finished, command_env, heavylift_command
+
+from heavylift.config.schema import DataConfig, ModelConfig, Recipe, TrainConfig
+from heavylift.data.batches import BatchPlan
+from heavylift.data.tokenise import load_samples
+from heavylift.errors import UserError
+from heavylift.train.metrics import StepMetrics, read_metrics
+from heavylift.train.schedules import lr_multiplier
+
+ROOT = Path(__file__).parent.parent
+LLAMA = ROOT / "examples" / "deepspeed" / "llama_3_3_70b"
+SIMPLE = ROOT / "examples" / "deepspeed" / "simple_model"
+DATA = ROOT / "examples" / "data" / "alpaca_small.jsonl"
+SHAPE = ROOT / "examples" / "shapes" / "tiny_llama"
+BATCH, SEED = 2, 42
+
+
+def finetune(*args: str | Path, cwd: Path, **env: str) -> Finished:
+    """finetune.sh as a user of this Python runs it, on two processes."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", str(LLAMA / "finetune.sh"), *map(str, args)],
+        cwd=cwd,
+        env=command_env(PATH=path, NUM_GPUS="2", XDG_CACHE_HOME=str(cwd / "cache"), **env),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def rates(num_steps: int, lr: float, warmup_ratio: float) -> list[float]:
+    config = TrainConfig(output_dir="unused", learning_rate=lr, warmup_ratio=warmup_ratio)
+    return [lr * lr_multiplier(step, num_steps, config) for step in range(num_steps)]
+
+
+def printed_rates(run: Finished) -> list[str]:
+    return re.findall(r"lr: (\S+)", run.stdout)
+
+
+# ---- superoffload, as it stands: random weights, random tokens -------------------------------------------------------
+
+
+def test_superoffload_on_random_weights(tmp_path: Path) -> None:
+    run = finetune(
+        "superoffload", BATCH, "--max_length", 64, "--bench_steps", 4, "--warmup_steps", 1, "--warmup_ratio", 0.5,
+        "--deterministic", cwd=tmp_path, MODEL=str(SHAPE), OUTPUT_DIR="run",
+    )  # fmt: skip
+    assert run.rc == 0, run.stderr
+    assert "RANDOM WEIGHTS" in run.stdout and "RANDOM TOKENS" in run.stdout
+    config = json.loads((tmp_path / "run" / "ds_config.json").read_text())
+    assert config["train_micro_batch_size_per_gpu"] == BATCH and config["bf16"] == {"enabled": True}
+    assert config["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {
+            "device": "cpu",
+            "pin_memory": True,
+            "ratio": 0.9,
+            "super_offload": True,
+            "cpuadam_cores_perc": 0.9,
+        },
+    }
+    steps = read_metrics(tmp_path / "run" / "metrics.jsonl").steps
+    assert len(steps) == 4
+    expected = rates(4, 1e-5, 0.5)
+    assert [m.lr for m in steps] == pytest.approx(expected, rel=1e-12)
+    assert printed_rates(run) == [f"{rate:.1e}" for rate in expected]
+    # weights of deviation 0.02 know nothing: ln(vocabulary), and the variance of the logits adds a little
+    assert steps[0].loss == pytest.approx(6.24, abs=0.15)
+    assert all(m.tokens == 2 * BATCH * 64 for m in steps)
+    check_summary(run, steps, num_left_out=1)
+
+
+def check_summary(run: Finished, steps: tuple[StepMetrics, ...], num_left_out: int) -> None:
+    measured = steps[num_left_out:]
+    seconds = sum(m.step_s for m in measured)
+    found = re.search(r"means of (\d+) steps \((\d+) left out\): (\S+) s a step, (\S+) tokens/s", run.stdout)
+    assert found is not None, run.stdout
+    assert (int(found[1]), int(found[2])) == (len(measured), num_left_out)
+    assert float(found[3]) == pytest.approx(seconds / len(measured), abs=1e-3)
+    assert float(found[4].replace(",", "")) == pytest.approx(sum(m.tokens for m in measured) / seconds, abs=1)
+
+
+# ---- zerooffload on a checkpoint with its tokenizer ------------------------------------------------------------------
+
+
+def first_batches(folder: Path, max_length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(input_ids, shifted labels) of both ranks in step 1, from heavylift's own data path."""
+    from transformers import AutoTokenizer
+
+    recipe = Recipe(
+        model=ModelConfig(model_name_or_path=str(folder)),
+        data=DataConfig(dataset=str(DATA), cutoff_len=max_length, overlong="truncate"),
+        train=TrainConfig(output_dir="unused"),
+    )
+    samples = load_samples(recipe, lambda: AutoTokenizer.from_pretrained(folder), folder.parent / "cache", 128, None)
+    plan = BatchPlan(samples, BATCH, 1, 2, SEED)
+    batches = [plan.micro_batches(0, rank)[0] for rank in range(2)]
+    return [(batch.input_ids, batch.labels) for batch in batches]
+
+
+def mean_loss(model: torch.nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Over the tokens that have a label, of all rows."""
+    total, num = 0.0, 0
+    with torch.no_grad():
+        for ids, labels in batches:
+            logits = model(input_ids=ids).logits.float().flatten(0, 1)
+            total += float(F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum"))
+            num += int((labels != -100).sum())
+    return total / num
+
+
+def test_zerooffload_on_a_checkpoint(tmp_path: Path, tiny_llama_copy: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    # a model that is sure of a pad after a pad, so that it matters which tokens the loss is taken over
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_copy, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] = model.lm_head.weight[0] = torch.linspace(-1, 1, 32)
+    model.save_pretrained(tiny_llama_copy)
+    run = finetune(
+        "zerooffload", BATCH, "--max_length", 96, "--lr", 3e-3, "--num_train_epochs", 2, "--dataset_percentage", 100,
+        "--dataset", DATA, "--save_model", "--save_checkpoint", cwd=tmp_path, MODEL=str(tiny_llama_copy),
+        OUTPUT_DIR="run",
+    )  # fmt: skip
+    assert run.rc == 0, run.stderr
+    assert "RANDOM" not in run.stdout
+    steps = read_metrics(tmp_path / "run" / "metrics.jsonl").steps
+    assert [m.lr for m in steps] == pytest.approx(rates(len(steps), 3e-3, 0.05), rel=1e-12)
+    batches = first_batches(tiny_llama_copy, 96)
+    trained_only = mean_loss(model.to(torch.bfloat16), batches)
+    shifted = [F.pad(ids[:, 1:], (0, 1), value=-100) for ids, _ in batches]
+    everything = mean_loss(model, [(ids, labels) for (ids, _), labels in zip(batches, shifted, strict=True)])
+    # bfloat16 keeps 8 bits of each logit; the loss over prompts and pads is another one
+    assert steps[0].loss == pytest.approx(trained_only, rel=2e-3)
+    assert abs(trained_only - everything) > 10 * 2e-3 * trained_only
+    assert steps[-1].loss < steps[0].loss - 0.5
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.bfloat16)
+    assert mean_loss(saved, batches) < trained_only - 0.5
+    assert (tmp_path / "run" / "checkpoint" / "latest").is_file()
+
+
+# ---- what cannot be --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [(), ("offload",), ("superoffload", "four"), ("zerooffload", "0")])
+def test_usage(args: tuple[str, ...], tmp_path: Path) -> None:
+    run = finetune(*args, cwd=tmp_path)
+    assert run.rc == 2 and run.stdout == ""
+    assert run.stderr.splitlines() == [
+        "usage: finetune.sh superoffload|zerooffload [BATCH_SIZE] [switches of finetune.py]"
+    ]
+
+
+def test_bad_switches_end_with_one_line_each(tmp_path: Path) -> None:
+    run = finetune("superoffload", "--dataset", DATA, cwd=tmp_path, MODEL=str(SHAPE), OUTPUT_DIR="run")
+    assert run.rc == 2
+    assert [line for line in run.errors if "no tokenizer, which --dataset needs" in line]
+    assert "Traceback" not in run.stderr
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "switches, named",
+    [
+        (["--lr", "-1", "--max_length", "1"], ["--lr -1", "--max_length 1"]),
+        (["--bench_steps", "3", "--warmup_steps", "3"], ["--warmup_steps 3"]),
+        (["--dataset_percentage", "0"], ["--dataset_percentage 0"]),
+        (["--dataset", "a", "--dataset_name", "b"], ["--dataset and --dataset_name"]),
+        (["--learning_rate", "1"], ["unrecognized arguments: --learning_rate"]),
+        (["--batch_size", "many"], ["--batch_size: invalid int value: 'many'"]),
+    ],
+)
+def test_arguments(switches: list[str], named: list[str]) -> None:
+    arguments = load(LLAMA / "arguments.py")
+    needed = ["--model_name", "m", "--output_dir", "o", "--deepspeed_config", "c"]
+    assert arguments.parse_arguments(needed).lr == 1e-5
+    with pytest.raises(UserError) as caught:
+        arguments.parse_arguments([*needed, *switches])
+    assert len(caught.value.problems) == len(named)
+    for problem, word in zip(sorted(caught.value.problems), sorted(named), strict=True):
+        assert word in problem
+
+
+# ---- the model of one's own ------------------------------------------------------------------------------------------
+
+
+def test_simple_model(tmp_path: Path) -> None:
+    command = [*heavylift_command(), "launch", "--num_gpus", "2", str(SIMPLE / "train.py"), "--deepspeed"]
+    command += ["--deepspeed_config", str(SIMPLE / "ds_config.json"), "--steps", "60"]
+    run = subprocess.run(command, cwd=tmp_path, env=command_env(), capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    losses = [float(value) for value in re.findall(r"^step \d+  loss (\S+)", run.stdout, re.MULTILINE)]
+    assert len(losses) == 7 and losses[-1] < 0.2 * losses[0]
+    assert re.findall(r"loss scale (\S+)", run.stdout)[-1] == "65536"
+
+
+def test_simple_model_takes_both_branches() -> None:
+    module = load(SIMPLE / "train.py")
+    rows = module.make_dataset(0).tensors[0].float()
+    means = rows.reshape(-1, 16, 4, module.WIDTH).mean(dim=(2, 3))  # steps of 16 micro-batches of 4 rows
+    takes_rare = means > module.RARE_ABOVE
+    assert takes_rare.any() and not takes_rare.all()
+    # in some steps no rank and no micro-batch uses the rare expert
+    assert (~takes_rare.any(dim=1)).any()
