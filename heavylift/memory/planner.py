@@ -5,17 +5,40 @@ The model may still be on the meta device.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
+
 import torch
 from torch import nn
 
-from heavylift.memory.activations import LayerShape, Recompute, Workload, backward_bytes, input_bytes, kept_bytes
-from heavylift.memory.activations import loss_bytes as bytes_of_loss
+from heavylift.memory.activations import LayerShape, Workload, backward_bytes, input_bytes, kept_bytes, loss_bytes
 from heavylift.memory.peak import GroupLoad
 from heavylift.memory.plan import MemoryPlan, make_plan
 from heavylift.offload.groups import padded_numel
 from heavylift.offload.optimizer import TieredOptions
 from heavylift.offload.tiers import aligned_bytes
-from heavylift.sharding import GatherGroup, ShardedModel
+from heavylift.sharding import ShardedModel
+
+
+class _Role(Enum):
+    """What of a workload falls into a group."""
+
+    ROOT = "root"
+    LAYER = "layer"
+    HEAD = "head"
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """A gather group, without its parameters: looked up once, planned with many times."""
+
+    name: str
+    role: _Role
+    layer: int
+    """Its number among the layers."""
+    num_params: int
+    shard_numel: int
 
 
 class ModelPlanner:
@@ -23,64 +46,67 @@ class ModelPlanner:
 
     def __init__(self, sharded: ShardedModel, shape: LayerShape | None, dtype: torch.dtype) -> None:
         """`shape`: None where the model's sizes are not known; then no activations are counted."""
-        self._sharded = sharded
         self._shape = shape
         self._dtype = dtype
-        self._ends = [_end(sharded.module, name) for name in ("get_input_embeddings", "get_output_embeddings")]
+        self._stage = sharded.stage
+        self._num_shards = sharded.mesh.size(sharded.mesh.ndim - 1)
+        self._param_shards = sum(padded_numel(p) for group in sharded.groups for _, p in group.params)
+        self._groups = _sizes(sharded)
 
     @property
     def shard_numel(self) -> int:
         """Trainable elements of this process, padding included."""
-        return sum(_shard_numel(group) for group in self._sharded.groups)
+        return sum(group.shard_numel for group in self._groups)
 
     def plan(self, options: TieredOptions, work: Workload | None) -> MemoryPlan:
         """The plan; without a workload, or where the model's sizes are not known, without activations."""
-        sharded = self._sharded
         return make_plan(
             self.loads(work),
-            sum(padded_numel(p) for group in sharded.groups for _, p in group.params),
+            self._param_shards,
             options,
-            stage=sharded.stage,
+            stage=self._stage,
             dtype=self._dtype,
-            num_shards=sharded.mesh.size(sharded.mesh.ndim - 1),
+            num_shards=self._num_shards,
         )
 
     def loads(self, work: Workload | None) -> list[GroupLoad]:
-        """What each gather group means in one step, in forward order, and the loss where it is none's part."""
-        found, layer = [], 0
-        for index, group in enumerate(self._sharded.groups):
-            is_layer = index > 0 and group.module not in self._ends
-            found.append(self._load(group, work, layer if is_layer else None))
-            layer += is_layer
-        if self._shape is not None and work is not None and not self._loss_in_head(work):
-            found.append(GroupLoad("loss", 0, 0, work_bytes=bytes_of_loss(self._shape, work, self._dtype.itemsize)))
+        """What each gather group means in one step, in forward order, and the loss where it is no group's part."""
+        if self._shape is None or work is None:
+            return [GroupLoad(group.name, group.num_params, group.shard_numel) for group in self._groups]
+        # in chunks the loss is computed while the head is gathered
+        in_head = work.chunk_tokens > 0 and any(group.role is _Role.HEAD for group in self._groups)
+        found = [self._load(group, self._shape, work, in_head) for group in self._groups]
+        if not in_head:
+            found.append(GroupLoad("loss", 0, 0, work_bytes=loss_bytes(self._shape, work, self._dtype.itemsize)))
         return found
 
-    def _loss_in_head(self, work: Workload) -> bool:
-        """Whether the loss is computed while the head, a group of its own, is gathered."""
-        head = self._ends[1]
-        return work.chunk_tokens > 0 and any(group.module is head for group in self._sharded.groups[1:])
+    def _load(self, group: _Sizes, shape: LayerShape, work: Workload, loss_in_head: bool) -> GroupLoad:
+        kept = host = 0
+        itemsize = self._dtype.itemsize
+        # the output of the embedding, or of whatever else it is, has a gradient as large as itself
+        needed = input_bytes(shape, work, itemsize)
+        if group.role is _Role.LAYER:
+            kept = kept_bytes(shape, work, itemsize, group.layer)
+            needed = backward_bytes(shape, work, itemsize, group.layer)
+            if work.inputs_on_host and work.recomputes(group.layer):
+                host = aligned_bytes(input_bytes(shape, work, itemsize), torch.uint8)
+        elif group.role is _Role.HEAD and loss_in_head:
+            needed = loss_bytes(shape, work, itemsize)
+        return GroupLoad(group.name, group.num_params, group.shard_numel, kept, needed, host)
 
-    def _load(self, group: GatherGroup, work: Workload | None, layer: int | None) -> GroupLoad:
+
+def _sizes(sharded: ShardedModel) -> list[_Sizes]:
+    """All gather groups in forward order, the root first."""
+    ends = {_end(sharded.module, "get_input_embeddings"): _Role.OTHER}
+    ends[_end(sharded.module, "get_output_embeddings")] = _Role.HEAD
+    found, layer = [], 0
+    for index, group in enumerate(sharded.groups):
+        role = _Role.ROOT if index == 0 else ends.get(group.module, _Role.LAYER)
         num_params = sum(p.numel() for _, p in group.params)
-        kept = needed = host = 0
-        shape, itemsize = self._shape, self._dtype.itemsize
-        if shape is not None and work is not None:
-            if layer is not None:
-                kept = kept_bytes(shape, work, itemsize, layer)
-                needed = backward_bytes(shape, work, itemsize, layer)
-                if work.inputs_on_host and work.recompute is not Recompute.NOTHING and work.recomputes(layer):
-                    host = aligned_bytes(input_bytes(shape, work, itemsize), torch.uint8)
-            elif group.module is self._ends[1] and self._loss_in_head(work):
-                needed = bytes_of_loss(shape, work, itemsize)
-            else:
-                # the embedding's output has a gradient as large as itself
-                needed = input_bytes(shape, work, itemsize)
-        return GroupLoad(group.name, num_params, _shard_numel(group), kept, needed, host)
-
-
-def _shard_numel(group: GatherGroup) -> int:
-    return sum(padded_numel(p) for _, p in group.params if p.requires_grad)
+        shard_numel = sum(padded_numel(p) for _, p in group.params if p.requires_grad)
+        found.append(_Sizes(group.name, role, layer, num_params, shard_numel))
+        layer += role is _Role.LAYER
+    return found
 
 
 def _end(model: nn.Module, getter: str) -> nn.Module | None:
