@@ -81,7 +81,8 @@ def test_counts_of_every_module_are_those_of_its_shapes() -> None:
     assert costs["blocks.2.up"].flops == ROWS * BLOCK_FLOPS // 2
     assert (costs["blocks.2.up"].num_params, costs["blocks.2.up"].depth, costs["head"].kind) == (128, 3, "Linear")
     # a list of modules has no forward of its own
-    assert costs["blocks"].flops == 0
+    assert costs["blocks"].flops == 3 * ROWS * BLOCK_FLOPS
+    assert costs["blocks"].duration_s == pytest.approx(sum(costs[f"blocks.{k}"].duration_s for k in range(3)))
     duration = profiler.get_total_duration()
     assert isinstance(duration, float) and duration >= costs["blocks.0"].duration_s > 0
 
@@ -116,6 +117,22 @@ def test_backward_and_what_it_recomputes_are_not_counted(recompute: bool) -> Non
     assert [costs[f"blocks.{index}.down"] for index in range(3)] == [ROWS * BLOCK_FLOPS // 2] * 3
 
 
+def test_gradients_of_a_profiled_step_are_the_same_bits() -> None:
+    model, x = Model(recompute=True), torch.randn(ROWS, 8)
+    model(x).sum().backward()
+    plain = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    output = model(x)
+    profiler.stop_profile()
+    output.sum().backward()
+    assert len(plain) == len(list(model.parameters()))
+    for parameter, expected in zip(model.parameters(), plain, strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad, expected)
+    assert profiler.get_total_flops() == ROWS * MODEL_FLOPS
+
+
 def test_shared_parameters_count_once_and_their_products_each_time() -> None:
     model = Model()
     model.blocks[1] = model.blocks[0]
@@ -133,6 +150,8 @@ def test_ignored_classes_are_left_out_of_all_that_hold_them() -> None:
     model(torch.randn(ROWS, 8))
     profiler.stop_profile()
     assert profiler.get_total_flops() == ROWS * HEAD_FLOPS
+    costs = {cost.name: cost.flops for cost in profiler.costs()}
+    assert [costs[name] for name in ("blocks", "blocks.0", "head")] == [0, 0, ROWS * HEAD_FLOPS]
 
 
 class _Call(nn.Module):

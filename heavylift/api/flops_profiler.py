@@ -52,6 +52,7 @@ class _Call:
 class _Found:
     """What was found about one module."""
 
+    has_run: bool = False
     flops: int = 0
     times: list[tuple[Mark, Mark]] = field(default_factory=list)
 
@@ -134,12 +135,14 @@ class FlopsProfiler:
         call = self._pop(module)
         if call is not None:
             found = self._found[module]
+            found.has_run = True
             found.flops += self._counted() - call.flops_before
             found.times.append((call.start, mark_now(_device_of(self.model))))
 
     def _leave_ignored(self, module: nn.Module, args: Any, output: Any) -> None:
         call = self._pop(module)
         if call is not None:
+            self._found[module].has_run = True
             self._ignored_flops += self._counted() - call.flops_before
 
     def _pop(self, module: nn.Module) -> _Call | None:
@@ -180,16 +183,25 @@ class FlopsProfiler:
     def _duration_s(self, module: nn.Module) -> float:
         return sum(elapsed_ms(start, end) for start, end in self._of(module).times) / 1000
 
+    def _cost(self, module: nn.Module) -> tuple[int, float]:
+        """(FLOPs, seconds); of a list of modules, which has no forward of its own, the sum of those in it."""
+        found = self._of(module)
+        if found.has_run or module is self.model:
+            return found.flops, self._duration_s(module)
+        parts = [self._cost(child) for child in module.children()]
+        return sum(flops for flops, _ in parts), sum(duration_s for _, duration_s in parts)
+
     def costs(self) -> list[ModuleCost]:
         """The cost of every module, the model first, then in the order of `named_modules`."""
+        costs = {module: self._cost(module) for module in self.model.modules()}
         return [
             ModuleCost(
                 name=name,
                 kind=type(module).__name__,
                 depth=name.count(".") + 1 if name else 0,
                 num_params=count_params(module),
-                flops=self._of(module).flops,
-                duration_s=self._duration_s(module),
+                flops=costs[module][0],
+                duration_s=costs[module][1],
             )
             for name, module in self.model.named_modules()
         ]
