@@ -85,9 +85,19 @@ def initialize(
         loader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
         engine.training_dataloader = loader
     if ranks.rank == 0:
-        for note in settings.notes:
-            logger.warning("%s", note)
+        _tell(settings)
     return engine, step_optimizer, loader, scheduler
+
+
+def _tell(settings: Settings) -> None:
+    """What was accepted without effect, once; with `dump_state` everything that the configuration comes to."""
+    for note in settings.notes:
+        logger.warning("%s", note)
+    if not settings.skip_nonfinite:
+        logger.warning("bf16.check_grad_overflow: no effect: a step that is not finite is always skipped")
+    if settings.dump_state:
+        for key, value in vars(settings).items():
+            print(f"{key:32} {value}", flush=True)
 
 
 def _refuse_parallelism(mpu: Any, mesh_param: Any) -> None:

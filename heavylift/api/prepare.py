@@ -19,6 +19,7 @@ from heavylift.api.distributed import broadcast_from_first
 from heavylift.api.leaf_modules import keep_leaves_whole
 from heavylift.api.meta_weights import WeightsSource, find_source
 from heavylift.api.partition import forget, open_whole
+from heavylift.api.recompute import is_hugging_face, recompute_layers
 from heavylift.config.deepspeed.settings import Precision, Settings
 from heavylift.errors import UserError
 from heavylift.offload.access import find_states
@@ -106,6 +107,7 @@ def prepare_model(model: nn.Module, settings: Settings, device: torch.device) ->
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
+    recompute_layers(model, settings.checkpointing, device)
     layers = keep_leaves_whole(model, gather_layers(model))
     rounding = _Rounding(dtype, settings.stage, device)
     mesh = make_mesh(settings.stage, device.type)
@@ -128,6 +130,7 @@ def _prepare_on_meta(
                 rounded.add(name)
     if settings.buffer_dtype is not None:
         _cast_buffers(model, TORCH_DTYPES[settings.buffer_dtype])
+    recompute_layers(model, settings.checkpointing, device)
     mesh = make_mesh(settings.stage, device.type)
     sharded = shard_model(model, settings.stage, mesh, keep_leaves_whole(model, gather_layers(model)))
     source.fill(model, device)
@@ -176,17 +179,12 @@ def gather_layers(model: nn.Module) -> list[nn.Module] | None:
     all their layers (but for layer drop), also inside of another module; of any other module this is known only when
     it says so itself, by `_no_split_modules`, the class names of its layers.
     """
-    if _is_hugging_face(model) or getattr(model, "_no_split_modules", None):
+    if is_hugging_face(model) or getattr(model, "_no_split_modules", None):
         return [] if _drops_layers(model) else None
-    inner = [m for m in model.modules() if _is_hugging_face(m)]
+    inner = [m for m in model.modules() if is_hugging_face(m)]
     nested = {id(m) for outer in inner for m in outer.modules() if m is not outer}
     outermost = [m for m in inner if id(m) not in nested and not _drops_layers(m)]
     return [layer for m in outermost for layer in layers_of(m)]
-
-
-def _is_hugging_face(module: nn.Module) -> bool:
-    # by name: transformers takes seconds to import, and a script without it has no such module
-    return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
 
 
 def _drops_layers(model: nn.Module) -> bool:

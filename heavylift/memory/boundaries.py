@@ -94,10 +94,14 @@ class BoundaryStore:
                 args = (kwargs.pop("hidden_states"),)
             if not (layer.training and torch.is_grad_enabled() and args and isinstance(args[0], Tensor)):
                 return call(*args, **kwargs)
-            with saved_tensors_hooks(_Packer(self, args[0]), _unpack):
+            with self.keeping(args[0]):
                 return call(*args, **kwargs)
 
         return run
+
+    def keeping(self, boundary: Tensor) -> saved_tensors_hooks:
+        """Context of one call of a checkpointed layer: what autograd saves of `boundary` comes here."""
+        return saved_tensors_hooks(_Packer(self, boundary), _unpack)
 
     def put(self, tensor: Tensor) -> _Boundary:
         """Starts to copy `tensor` into a free slot. Raises UserError when it is larger than the slots."""
