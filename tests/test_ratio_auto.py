@@ -7,19 +7,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 from conftest import Finished
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import GIB, ShapePlanner, llama_8b
+from ranks.pool import run_on_ranks
 
 from heavylift.config.recipe import load_recipe
-from heavylift.config.schema import Schedule, Tier
+from heavylift.config.schema import Recipe, Schedule, Tier
+from heavylift.engine import build_optimizer, parameter_groups
 from heavylift.errors import UserError
-from heavylift.memory.activations import Recompute, Workload
+from heavylift.memory.activations import LayerShape, Recompute, Workload
 from heavylift.memory.fit import (
+    DEVICE_RESERVE_BYTES,
+    STEP_SLACK,
     Choice,
     Setting,
     choose_ratio,
@@ -31,8 +38,12 @@ from heavylift.memory.fit import (
     remedies,
 )
 from heavylift.memory.machine import MachineMemory
+from heavylift.memory.planner import ModelPlanner
+from heavylift.models.load import build_on_meta, init_random_weights, load_hf_config, materialise
 from heavylift.offload.optimizer import TieredOptions
 from heavylift.offload.tiers import place
+from heavylift.sharding import make_mesh, shard_model
+from heavylift.train.setup import Ranks, place_states, tiered_options, workload
 
 WORK = Workload(4, 4096, Recompute.FULL, chunk_tokens=512, compiled=True)
 
@@ -179,6 +190,48 @@ def test_what_is_said_to_fit_fits(asked: Setting, have: MachineMemory, keys: set
 def test_nothing_is_said_to_fit_where_nothing_does() -> None:
     assert remedies(llama_8b(2), setting(), machine(10), 2) == []
     assert remedies(llama_8b(2), setting(), machine(None, 20), 2) == []
+
+
+# ---- on the ranks of a run -----------------------------------------------------------------------------------------
+
+ROOM = 12345
+"""Elements of the states that the fake device of rank 1 has room for; rank 0 has more."""
+
+
+def placing_job(folder: Path, recipe: Recipe) -> tuple[float, int, int, int]:
+    """Ratio, elements of the shard, device bytes of the plan's states, and of the optimizer's, on this rank."""
+    hf_config = load_hf_config(folder, False)
+    model = build_on_meta(hf_config, recipe.model, torch.float32)
+    sharded = shard_model(model, 3, make_mesh(3, "cpu"))
+    planner = ModelPlanner(sharded, LayerShape.from_config(hf_config), torch.float32)
+    asked = Setting(tiered_options(recipe, [0]), workload(recipe, 32, model, torch.device("cpu")))
+    taken = planner.plan(asked.options, asked.work)
+    reserve = DEVICE_RESERVE_BYTES + int(STEP_SLACK * taken.step_bytes)
+    ranks = Ranks(dist.get_rank(), 2, dist.get_rank(), 2, torch.device("cpu"))
+    free = taken.device_bytes + reserve + 12 * ROOM + (0 if ranks.rank == 1 else GIB)
+    with patch("heavylift.train.setup.measure", lambda _: MachineMemory(64 * GIB, free)):
+        options, plan = place_states(planner, asked.options, asked.work, recipe, ranks)
+    materialise(model, torch.device("cpu"))
+    init_random_weights(model, 0.02, 1)
+    groups = parameter_groups(model, 0.0)
+    optimizer = build_optimizer(sharded, groups, options, lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    usage = optimizer.usage.device_bytes
+    optimizer.close()
+    return options.ratio, planner.shard_numel, plan.device_state_bytes, usage
+
+
+def test_all_ranks_fill_their_device_as_the_fullest_one_allows(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    recipe = Recipe.model_validate(
+        {
+            "model": {"model_name_or_path": str(tiny_llama_dir), "init": "random"},
+            "data": {"format": "random", "cutoff_len": 32, "num_samples": 4},
+            "train": {"output_dir": str(tmp_path / "run")},
+            "engine": {"offload_optimizer": "host", "ratio": "auto"},
+        }
+    )
+    for ratio, shard_numel, planned, used in run_on_ranks(2, placing_job, tiny_llama_dir, recipe):
+        assert used == planned == 12 * ROOM
+        assert round(ratio * shard_numel) == shard_numel - ROOM
 
 
 # ---- through the recipe ---------------------------------------------------------------------------------------------

@@ -161,11 +161,11 @@ def check_plan(
             f"{machine.device_available_bytes / GIB:.1f} GiB are free"
         )
     if problems:
-        hint = _hint(list(remedies()) if remedies is not None else [])
+        hint = _hint(list(remedies()) if remedies is not None else [], has_device)
         raise UserError(*(f"{problem}; {hint}" for problem in problems))
 
 
-def _hint(found: Sequence[str]) -> str:
+def _hint(found: Sequence[str], has_device: bool) -> str:
     if not found:
-        return "use more GPUs, a smaller model or a machine with more memory"
+        return f"use {'more GPUs, ' if has_device else ''}a smaller model or a machine with more memory"
     return f"what would fit: {', or '.join(found)}"
