@@ -61,7 +61,12 @@ def read_environment_file(environment: Mapping[str, str], folders: Sequence[Path
         path = folder / environment.get("DS_ENV_FILE", ".deepspeed_env")
         if not path.is_file():
             continue
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a text file"
+            raise UserError(f"{path}: cannot be read: {reason}; expected lines KEY=VALUE") from None
+        for number, line in enumerate(lines, 1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
             name, equals, value = line.strip().partition("=")

@@ -120,6 +120,8 @@ def parse_options(arguments: Sequence[str]) -> LaunchOptions:
 def _check(given: argparse.Namespace) -> None:
     """What the flags must fulfil together."""
     problems = []
+    if not given.script:
+        problems.append("heavylift launch: the script's name is empty")
     if given.launcher in _MPI:
         problems.append(
             f"--launcher {given.launcher}: MPI is not called from here; use ssh, slurm, or mpirun heavylift launch"

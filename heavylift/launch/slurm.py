@@ -38,7 +38,8 @@ def expand_nodes(text: str) -> list[str]:
 
 def job_port(environment: Mapping[str, str]) -> int:
     """A port that jobs which share a node do not share: from the job's number."""
-    return _PORT_BASE + int(environment.get("SLURM_JOB_ID", "0")) % _PORT_RANGE
+    job = environment.get("SLURM_JOB_ID", "0")
+    return _PORT_BASE + (int(job) if job.isdecimal() else 0) % _PORT_RANGE
 
 
 def job_nodes(environment: Mapping[str, str]) -> list[str]:
@@ -48,7 +49,10 @@ def job_nodes(environment: Mapping[str, str]) -> list[str]:
         raise UserError(
             "--launcher slurm: not in a SLURM job (no SLURM_JOB_NODELIST); use sbatch or salloc, or --launcher ssh"
         )
-    return expand_nodes(listed)
+    nodes = expand_nodes(listed)
+    if not nodes:
+        raise UserError(f"SLURM node list {listed!r}: names no node; give --hostfile instead")
+    return nodes
 
 
 def srun_command(nodes: Sequence[str], extra: Sequence[str], command: Sequence[str]) -> list[str]:

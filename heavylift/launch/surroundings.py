@@ -7,6 +7,7 @@ the ranks of one *node* (srun with a task per node; the variables of Kubernetes'
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -40,11 +41,14 @@ def surroundings(environment: Mapping[str, str] = os.environ) -> Rank | Node | N
     """Who started this process, None if it stands alone. Raises UserError for variables that are not numbers."""
     if all(name in environment for name in _RANK):
         variables = {name: environment[name] for name in _RANK}
-        variables["LOCAL_WORLD_SIZE"] = environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])
+        local_world_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environment else "WORLD_SIZE"
+        variables["LOCAL_WORLD_SIZE"] = environment[local_world_size]
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", local_world_size):
+            _number(environment, name)
         return Rank("torchrun", variables)
     if "OMPI_COMM_WORLD_SIZE" in environment:
         return _mpi_rank(environment)
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1") or 1) > 1 and "SLURM_PROCID" in environment:
+    if "SLURM_PROCID" in environment and environment.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         return _slurm_step(environment)
     if "PET_NNODES" in environment and "PET_NODE_RANK" in environment:
         names = ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
@@ -70,37 +74,44 @@ def _mpi_rank(environment: Mapping[str, str]) -> Rank:
 
 
 def _slurm_step(environment: Mapping[str, str]) -> Rank | Node:
+    num_tasks, node = _number(environment, "SLURM_STEP_NUM_TASKS"), _number(environment, "SLURM_NODEID")
     nodes = job_nodes(environment)
-    addr = environment.get("MASTER_ADDR", nodes[0])
-    port = environment.get("MASTER_PORT", str(job_port(environment)))
-    num_tasks = _number(environment, "SLURM_STEP_NUM_TASKS")
+    addr = environment.get("MASTER_ADDR") or nodes[0]
+    port = _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else job_port(environment)
     if num_tasks == len(nodes):
-        return Node("srun", _number(environment, "SLURM_NODEID"), len(nodes), addr, int(port))
-    local_world_size = _tasks_here(environment, _number(environment, "SLURM_NODEID"))
+        return Node("srun", node, len(nodes), addr, port)
     variables = {
-        "RANK": environment["SLURM_PROCID"],
+        "RANK": str(_number(environment, "SLURM_PROCID")),
         "WORLD_SIZE": str(num_tasks),
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "LOCAL_RANK": str(_number(environment, "SLURM_LOCALID")),
+        "LOCAL_WORLD_SIZE": str(_tasks_here(environment.get("SLURM_STEP_TASKS_PER_NODE", ""), node)),
         "MASTER_ADDR": addr,
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(port),
     }
     return Rank("srun", variables)
 
 
-def _tasks_here(environment: Mapping[str, str], node: int) -> int:
+def _tasks_here(text: str, node: int) -> int:
     """Tasks of this step on its node number `node`, from `4(x2),1`: 4, 4, 1."""
     counts: list[int] = []
-    for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
-        count, _, times = part.partition("(x")
-        counts += [int(count)] * int(times.rstrip(")") or 1)
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UserError(
+                f"environment variable SLURM_STEP_TASKS_PER_NODE: expected 4(x2),1 or the like, got {text!r}"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    if node >= len(counts):
+        raise UserError(f"environment variable SLURM_NODEID: node {node} of {len(counts)} (SLURM_STEP_TASKS_PER_NODE)")
     return counts[node]
 
 
 def _node(who: str, environment: Mapping[str, str], rank: str, count: str, addr: str, port: str) -> Node | None:
     num_nodes = _number(environment, count)
-    if num_nodes == 1:
+    if num_nodes <= 1:
         return None
+    if _number(environment, rank) >= num_nodes:
+        raise UserError(f"{who}: {rank}={environment[rank]}, but there are {num_nodes} nodes ({count}), counted from 0")
     if not environment.get(addr):
         raise UserError(f"{who}: {count}={num_nodes}, but {addr} is not set; set it to the first node's address")
     node_port = _number(environment, port) if port in environment else _DEFAULT_PORT
