@@ -88,7 +88,7 @@ def recompute_job() -> dict[str, Any]:
     }.items():
         model = make_llama()
         calls: list[int] = []
-        model.model.layers[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         config = ds_config(Case("llama", 3, "cpu", "fp32", 4), dist.get_world_size(), activation_checkpointing=block)
         engine, *_ = heavylift.initialize(model=model, config=config)
         curve = train(engine, "llama", "fp32", 4)
