@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from parity_api.models import MAKERS
 from parity_api.runs import Case, ds_config, masters, train
-from ranks.pool import run_on_ranks
+from ranks.pool import run_on_fresh_ranks, run_on_ranks
 
 import heavylift
 from heavylift.errors import UserError
@@ -233,3 +234,19 @@ def test_the_files_are_what_the_module_says(tmp_path: Path) -> None:
     assert training["steps"]["spare.weight"] == 0 and training["steps"]["inside.weight"] == 2
     extras = torch.load(tmp_path / "global_step2" / "extras.pt", weights_only=True)
     assert extras["lr_scheduler"] == {"last_batch_iteration": 1}
+
+
+def lonely_job(folder: Path) -> str:
+    """Rank 0 alone saves."""
+    from heavylift.api import engine_checkpoint
+
+    engine_checkpoint.ARRIVAL_TIMEOUT = timedelta(seconds=2)
+    engine = make_engine(Case())
+    message = message_of(lambda: engine.save_checkpoint(folder)) if dist.get_rank() == 0 else ""
+    engine.destroy()
+    return message
+
+
+def test_a_save_on_one_rank_alone_does_not_wait_for_ever(tmp_path: Path) -> None:
+    message, _ = run_on_fresh_ranks(2, lonely_job, tmp_path)
+    assert message.startswith("save_checkpoint: not every rank has called it within 2 s") and "\n" not in message

@@ -385,3 +385,66 @@ def test_tied_weights_of_a_custom_module_stay_tied() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert is_tied and torch.allclose(weight, model.one.weight, atol=1e-6)
+
+
+# ---- autocast, compilation, several losses ------------------------------------------------------------------------
+
+
+def variants_job() -> dict[str, Any]:
+    """Runs that should not differ from a plain loop, or from each other."""
+    results: dict[str, Any] = {}
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    engine, *_ = heavylift.initialize(
+        model=make_branches(), config=ds_config(Case("branches", 3, "cpu"), 2, **autocast)
+    )
+    results["autocast"] = train(engine, "branches", "fp32", 1)
+    engine.destroy()
+    for compiles in (False, True):
+        engine, *_ = heavylift.initialize(model=make_llama(), config=ds_config(Case("llama", 3, "cpu"), 2))
+        if compiles:
+            engine.compile(backend="eager")
+        results[f"compiled {compiles}"] = train(engine, "llama", "fp32", 1)
+        engine.destroy()
+
+    config = ds_config(Case("branches", 3, "cpu"), 2)
+    engine, *_ = heavylift.initialize(model=make_branches(), config=config)
+    engine.backward(engine(*rows(8))["loss"])
+    results["message"] = message_of(lambda: engine.backward(engine(*rows(8))["loss"]))
+    engine.destroy()
+    config["managed_gradient_accumulation"] = False
+    for together in (False, True):
+        engine, *_ = heavylift.initialize(model=make_branches(), config=config)
+        x, y = rows(8)
+        if together:
+            engine.backward(engine(x, y)["loss"] + engine(-x, y)["loss"])
+        else:
+            engine.backward(engine(x, y)["loss"])
+            engine.backward(engine(-x, y)["loss"])
+        engine.step()
+        results[f"together {together}"] = masters(engine)
+        engine.destroy()
+    return results
+
+
+def test_autocast_compiled_layers_and_several_losses() -> None:
+    results = run_on_ranks(2, variants_job)[0]
+    losses, model = [], make_branches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+    for batches in micro_batches("branches", 2, torch.float32):
+        total = 0.0
+        for batch in batches:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(**batch)["loss"] / 2
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert results["autocast"].losses == pytest.approx(losses, rel=1e-5)
+    assert results["autocast"].losses[0] != plain_curve("branches", "fp32", 2, 1).losses[0]
+    assert results["compiled True"].losses == results["compiled False"].losses
+    assert results["message"].startswith("backward: a second gradient in the same step")
+    apart, together = results["together False"], results["together True"]
+    assert all(torch.allclose(apart[n], together[n], atol=1e-7) for n in together)
+    assert not torch.equal(together["left.weight"], dict(make_branches().named_parameters())["left.weight"])

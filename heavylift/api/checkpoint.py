@@ -17,6 +17,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,17 @@ def on_first_rank(action: Callable[[], None]) -> None:
     dist.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
         raise UserError(f"checkpoint: {outcome[0]}; free space, or choose another folder")
+
+
+def await_all_ranks(call: str, group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Raises UserError, instead of waiting for ever, when a rank does not make the same call. `group`: gloo's."""
+    try:
+        dist.monitored_barrier(group, timeout=timeout, wait_all_ranks=True)
+    except RuntimeError:
+        raise UserError(
+            f"{call}: not every rank has called it within {timeout.total_seconds():.0f} s; it is a collective: call it "
+            "on all ranks, not on rank 0 alone"
+        ) from None
 
 
 def same_on_all_ranks(what: str, value: str) -> None:

@@ -25,6 +25,10 @@ _FOREIGN = (
 )
 
 
+_cpu_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+"""The default group, and the one made beside it."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Where this process stands."""
@@ -153,6 +157,18 @@ def broadcast_from_first(tensor: torch.Tensor, device: torch.device) -> None:
         whole = tensor.contiguous()
         dist.broadcast(whole, src=0)
         tensor.copy_(whole)
+
+
+def cpu_group() -> dist.ProcessGroup:
+    """All ranks, by gloo: the default group where it is gloo's, else a group made for it once. A collective."""
+    global _cpu_group
+    default = dist.group.WORLD
+    assert default is not None, "torch.distributed is not initialised"
+    if dist.get_backend() == "gloo":
+        return default
+    if _cpu_group is None or _cpu_group[0] is not default:
+        _cpu_group = (default, dist.new_group(backend="gloo"))
+    return _cpu_group[1]
 
 
 def flags_device(device: torch.device) -> torch.device:

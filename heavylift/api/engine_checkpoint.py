@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from heavylift.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+ARRIVAL_TIMEOUT = timedelta(minutes=10)
+"""For the slowest rank to come to save_checkpoint after the first."""
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -45,6 +48,7 @@ class EngineCheckpoint(EngineState):
         UserError for others, for tags that differ between ranks, and for a disk that refuses.
         """
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        checkpoint.await_all_ranks("save_checkpoint", self._cpu_group, ARRIVAL_TIMEOUT)
         checkpoint.same_on_all_ranks("tag", tag)
         extras = checkpoint.pack_extras(
             {

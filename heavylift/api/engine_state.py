@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from heavylift.api.dataloader import EngineDataLoader
-from heavylift.api.distributed import Ranks
+from heavylift.api.distributed import Ranks, cpu_group
 from heavylift.api.loss_scale import LossScaler
 from heavylift.api.presence import GradientPresence
 from heavylift.api.torch_step import TorchStep
@@ -56,6 +56,7 @@ class EngineState(nn.Module):
         self._sharded = sharded
         self._ranks = ranks
         self._batch = settings.batch
+        self._cpu_group = cpu_group()
         self._presence = GradientPresence(sharded, ranks.device)
         # whoever reads the weights reads them whole: the last step may still be on its way from the host
         self._read_hook = self.module.register_state_dict_pre_hook(lambda *_: self.settle())

@@ -26,6 +26,7 @@ from heavylift.api.reports import EngineReports, StepFacts
 from heavylift.config.deepspeed.settings import Precision, Settings
 from heavylift.engine import attention_kernels
 from heavylift.errors import UserError
+from heavylift.offload.optimizer import TieredAdamW
 from heavylift.sharding import ShardedModel
 
 
@@ -89,7 +90,13 @@ class EngineSteps(EngineState):
         """
         scaled = self._scaled(loss, scale_wrt_gas)
         with attention_kernels(self.device), self.reports.backward():
-            scaled.backward(retain_graph=retain_graph)
+            try:
+                scaled.backward(retain_graph=retain_graph)
+            except RuntimeError as error:
+                if "got a second gradient" not in str(error):
+                    raise
+                # two forwards before one backward: layers are reduced twice
+                raise UserError(_SECOND_GRADIENT) from None
         divisor = self._batch.accumulation if scale_wrt_gas else 1
         return loss.detach() / divisor
 
@@ -103,12 +110,18 @@ class EngineSteps(EngineState):
         self.reports.saw_loss(loss, 1.0 if scale_wrt_gas else self._batch.accumulation)
         reduces = self._reduces_always or (self.is_gradient_accumulation_boundary() and not self._holds_back)
         self._sharded.set_last_micro_batch(reduces)
+        if self._num_backwards and self._takes_one_gradient():
+            raise UserError(_SECOND_GRADIENT)
         self._num_backwards += 1
         factor = self.loss_scaler.scale / (self._batch.accumulation if scale_wrt_gas else 1)
         if self.settings.loss_scale is None:
             factor /= self.world_size
         scaled = loss.float() * factor if factor != 1.0 else loss
         return self._presence.watch(scaled, reduces)
+
+    def _takes_one_gradient(self) -> bool:
+        options = self.optimizer.options if isinstance(self.optimizer, TieredAdamW) else None
+        return options is not None and options.overlapped and not options.accumulate
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Nothing is left to do: backward reduces."""
@@ -208,6 +221,12 @@ class EngineSteps(EngineState):
         """Forgets this step's gradients. step() does so too."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
+
+
+_SECOND_GRADIENT = (
+    "backward: a second gradient in the same step, but the step of offloaded states may begin with the first; set "
+    '"managed_gradient_accumulation": false, which adds gradients up until step()'
+)
 
 
 def _check_loss(loss: Any) -> None:
