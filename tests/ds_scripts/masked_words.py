@@ -1,6 +1,6 @@
 """Trains a small BERT to fill in masked words, as DeepSpeed's second tutorial does. Nothing of heavylift in here.
 
-masked_words.py --checkpoint_dir DIR [--num_iterations 12] [--load_checkpoint_dir DIR] [--stage 3]
+masked_words.py --checkpoint_dir DIR [--num_iterations 24] [--load_checkpoint_dir DIR] [--stage 3]
 """
 
 import argparse
@@ -13,16 +13,16 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from transformers import BertConfig, BertForMaskedLM
 
-VOCAB, MASK, LENGTH = 60, 1, 12
+VOCAB, MASK, LENGTH = 20, 1, 12
 
 
 class MaskedSentences(torch.utils.data.Dataset):
-    """Sentences that count upwards; every third word is masked."""
+    """Sentences that say one word again and again; every third place is masked."""
 
     def __init__(self, num_sentences: int) -> None:
         generator = torch.Generator().manual_seed(0)
-        starts = torch.randint(2, VOCAB - LENGTH, (num_sentences,), generator=generator)
-        self.words = starts[:, None] + torch.arange(LENGTH)
+        starts = torch.randint(2, VOCAB, (num_sentences,), generator=generator)
+        self.words = starts[:, None].repeat(1, LENGTH)
 
     def __len__(self) -> int:
         return len(self.words)
@@ -62,11 +62,11 @@ def train(args: argparse.Namespace) -> None:
             model = create_model()
     else:
         model = create_model()
-    optimizer = DeepSpeedCPUAdam(model.parameters(), lr=2e-2, weight_decay=0.01)
+    optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-2, weight_decay=0.01)
     model, _, _, _ = deepspeed.initialize(
         model=model, optimizer=optimizer, model_parameters=model.parameters(), config=ds_config
     )
-    data = model.deepspeed_io(MaskedSentences(256))
+    data = model.deepspeed_io(MaskedSentences(1024))
     start_step = 1
     if args.load_checkpoint_dir is not None:
         _, client_state = model.load_checkpoint(load_dir=args.load_checkpoint_dir)
@@ -103,9 +103,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoint_dir", required=True)
     parser.add_argument("--load_checkpoint_dir", default=None)
-    parser.add_argument("--checkpoint_every", type=int, default=6)
-    parser.add_argument("--num_iterations", type=int, default=12)
-    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--checkpoint_every", type=int, default=12)
+    parser.add_argument("--num_iterations", type=int, default=24)
+    parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--report", default="report.json")
     parser.add_argument("--local_rank", type=int, default=-1)
