@@ -78,6 +78,8 @@ os.rename(f"rank{rank}.tmp", f"rank{rank}.json")
 if "--die" in sys.argv and rank == 1:
     while not os.path.exists("rank0.json"):
         time.sleep(0.05)
+    if "--255" in sys.argv:
+        sys.exit(-1)
     raise RuntimeError("boom on the second node")
 if "--die" in sys.argv or "--sleep" in sys.argv:
     time.sleep(300)
@@ -190,10 +192,15 @@ def test_a_signal_ends_the_ranks_of_every_node(
     cluster: Path, launch: Callable[..., subprocess.Popen[str]], number: signal.Signals
 ) -> None:
     (cluster / "hosts").write_text("localhost slots=1\nnode-b slots=1\n")
+    (cluster / "activate").write_text(f"export FROM_FILE=venv PATH={Path(sys.executable).parent}:$PATH\n")
     flags = ["-H", "hosts", "--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", free_port()]
-    process = launch(*flags, "train.py", "--sleep")
-    pids = [note["pid"] for note in notes(cluster)]
-    assert [note["AM_ON"] for note in notes(cluster)] == [None, "node-b"]  # no ssh to this machine itself
+    more = ["--force_multi", "--venv_script", "./activate"] if number == signal.SIGKILL else []
+    process = launch(*flags, *more, "train.py", "--sleep")
+    found = notes(cluster)
+    pids = [note["pid"] for note in found]
+    # no ssh to this machine itself, unless it is forced
+    assert [note["AM_ON"] for note in found] == ["localhost" if more else None, "node-b"]
+    assert [note["FROM_FILE"] for note in found] == ["venv" if more else None] * 2
     process.send_signal(number)
     _, err = process.communicate(timeout=120)
     assert gone(pids)
@@ -222,6 +229,14 @@ def test_without_the_check_a_host_that_ssh_does_not_reach_is_named_too(
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert err.splitlines()[-1].startswith("error: host node-down: ssh failed or lost its connection")
+
+
+def test_a_scripts_own_255_is_not_taken_for_sshs(cluster: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
+    flags = ["-H", "hosts", "--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", free_port()]
+    process = launch(*flags, "train.py", "--die", "--255")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 255, err
+    assert err.splitlines()[-1] == "error: host node-b failed; the other hosts' ranks are ended"
 
 
 def test_nodes_started_by_hand(cluster: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:

@@ -30,6 +30,8 @@ FORWARDED = ("NCCL", "PYTHON", "UCX", "GLOO", "TORCH", "HEAVYLIFT", "OMP_NUM_THR
 """Variables whose names start so go to every machine."""
 _OURS_ALONE = ("HEAVYLIFT_LAUNCHER_PID", "HEAVYLIFT_PLACES", "HEAVYLIFT_BIND", "HEAVYLIFT_FAILURES")
 _SSH_FAILED = 255  # ssh(1), EXIT STATUS
+# a script's own 255 (sys.exit(-1)), so that it is not taken for ssh's
+_OTHER_255 = 213
 _CHECK_S = 20
 _POLL_S = 0.1
 # a node whose ranks only lost their connection may be seen before the one where it began
@@ -135,6 +137,11 @@ def address_of(host: str, port: int | None, extra: Sequence[str]) -> str:
     return addresses[0]
 
 
+def told_exit_code(code: int) -> int:
+    """What a launcher that another one started ends with, for the exit code `code` of its ranks."""
+    return _OTHER_255 if code == _SSH_FAILED else code
+
+
 def run_nodes(nodes: Sequence[NodeCommand]) -> int:
     """Starts all, waits for all; when one fails, or a signal comes, ends the others. Returns the run's exit code.
 
@@ -209,6 +216,8 @@ def _report(nodes: Sequence[NodeCommand], ended: dict[int, tuple[int, float]]) -
         raise UserError(f"host {name}: ssh failed or lost its connection; the other hosts' ranks are ended")
     if len(nodes) > 1 and code != EXIT_USER_ERROR:
         print(f"error: host {name} failed; the other hosts' ranks are ended", file=sys.stderr)
+    if code == _OTHER_255:
+        return 255
     return 128 - code if code < 0 else code
 
 

@@ -32,6 +32,7 @@ from heavylift.launch.multinode import (
     remote_line,
     run_nodes,
     ssh_argv,
+    told_exit_code,
     watch_stdin,
 )
 from heavylift.launch.options import DEFAULT_HOSTFILE, DEFAULT_PORT, LaunchOptions
@@ -69,7 +70,13 @@ class NodePlace:
 
 def start(options: LaunchOptions) -> int:
     """Runs the script everywhere it is to run and waits. Returns the exit code. Raises UserError."""
-    ours = watch_stdin()
+    if watch_stdin():
+        return told_exit_code(_start(options, ours=True))
+    return _start(options, ours=False)
+
+
+def _start(options: LaunchOptions, ours: bool) -> int:
+    """`ours`: whether another launcher started this one."""
     _check_script(options)
     if options.world_info is not None:
         return start_node(options, _from_world(options, options.world_info), quiet_end=ours)
