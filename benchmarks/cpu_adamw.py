@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 
 from heavylift.offload import native
-from heavylift.offload.adamw import AdamWHyper, StepTensors, adamw_step_
+from heavylift.offload.adamw import AdamWHyper, adamw_step_
 from heavylift.offload.native import NativeKernel
+from heavylift.offload.tensors import StepTensors
 
 BYTES_PER_PARAM = 3 * 4 * 2 + 2 + 2
 HYPER = AdamWHyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from heavylift.offload import native
-from heavylift.offload.adamw import StepTensors
+from heavylift.offload.tensors import StepTensors
 
 SPECIALS = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 1.2e-38, 3e38, -3e38, 1e20, 1e-20, 1.0, -1.0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -32,8 +32,9 @@ from adamw_helpers import (
 from torch import Tensor
 
 from heavylift.offload import native
-from heavylift.offload.adamw import AdamWHyper, StepTensors, adamw_step_
+from heavylift.offload.adamw import AdamWHyper, adamw_step_
 from heavylift.offload.native import ThreadPool
+from heavylift.offload.tensors import StepTensors
 
 SIZES = (0, 1, 7, 15, 16, 17, 1000, 65536 + 3, 10**6 + 1)
 HYPER = AdamWHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=1)

@@ -24,10 +24,11 @@ from adamw_helpers import (
 )
 from torch import Tensor
 
-from heavylift.offload.adamw import AdamWHyper, StepTensors, adamw_step_
+from heavylift.offload.adamw import AdamWHyper, adamw_step_
 from heavylift.offload.correction import adamw_correct_, adamw_undo_
 from heavylift.offload.kernels import Kernel, NativeKernel, PlainKernel, host_kernel
 from heavylift.offload.native import ThreadPool
+from heavylift.offload.tensors import StepTensors
 
 SIZES = (0, 1, 17, 32768 + 35)
 HYPER = AdamWHyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=10)

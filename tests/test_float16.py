@@ -23,9 +23,10 @@ from torch import nn
 
 from heavylift.config.schema import Schedule, Tier
 from heavylift.engine import Engine
-from heavylift.offload.adamw import AdamWHyper, StepTensors
+from heavylift.offload.adamw import AdamWHyper
 from heavylift.offload.optimizer import TieredAdamW, TieredOptions
 from heavylift.offload.stepping import Operation
+from heavylift.offload.tensors import StepTensors
 
 STEPS = make_steps(4, VOCAB)
 KEEP = AdamWHyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from heavylift.offload.adamw import AdamWHyper, StepTensors, adamw_step_
+from heavylift.offload.adamw import AdamWHyper, adamw_step_
+from heavylift.offload.tensors import StepTensors
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,6 +1,6 @@
 """Memory of the tiers: what the plan says is what is allocated, it stays so, and ranks share it.
 
-Formulas: 12 bytes per element of float32 states (master, exp_avg, exp_avg_sq), 16 with a gradient accumulator; two
+Formulas: 12 bytes per element of float32 states (master, exp_avg, exp_avg_sq), 10 split, 4 more for an accumulator; two
 staging slots with the updated parameters of the largest group, and its gradients once (synchronous step) or those of
 all groups (overlapped schedules).
 """
@@ -19,7 +19,7 @@ from ranks.plain import make_steps
 from ranks.pool import run_on_fresh_ranks, run_on_ranks
 from ranks.sharded import BETAS, Setup, param_groups, take_step
 
-from heavylift.config.schema import ModelConfig, Schedule, Tier
+from heavylift.config.schema import ModelConfig, Schedule, StateFormat, Tier
 from heavylift.engine import Engine, build_optimizer
 from heavylift.memory.machine import host_available_bytes
 from heavylift.memory.plan import MemoryPlan
@@ -58,6 +58,7 @@ def usage_job(folder: Path, setup: Setup, num_steps: int = 0) -> dict[str, Any]:
         ratio=setup.ratio,
         schedule=Schedule(setup.schedule),
         accumulate=setup.accumulation > 1,
+        state_format=StateFormat(setup.state_format),
     )
     plan = plan_memory(sharded, options, setup.dtype)
     materialise(model, CPU)
@@ -91,6 +92,8 @@ SETUPS = {
     "device": Setup(tier="device"),
     "stage0": Setup(stage=0),
     "overlapped": Setup(schedule="deferred"),
+    "split": Setup(dtype=torch.bfloat16, state_format="split"),
+    "split_accumulation_part": Setup(dtype=torch.bfloat16, state_format="split", ratio=0.37, accumulation=2),
     "overlapped_bfloat16_part": Setup(schedule="auto", ratio=0.37, dtype=torch.bfloat16),
     "overlapped_accumulation": Setup(schedule="auto", accumulation=2),
 }
@@ -100,7 +103,7 @@ SETUPS = {
 def test_allocation_is_the_plan_and_the_formula(name: str, small: Path) -> None:
     setup, world = SETUPS[name], 2
     share = 0.0 if setup.tier == "device" else setup.ratio
-    state_bytes = 16 if setup.accumulation > 1 else 12
+    state_bytes = {"fp32": 12, "split": 10}[setup.state_format] + (4 if setup.accumulation > 1 else 0)
     param_bytes = setup.dtype.itemsize
     grad_bytes = 4 if setup.accumulation > 1 else param_bytes
     for rank in run_on_ranks(world, usage_job, small, setup):

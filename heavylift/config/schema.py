@@ -38,6 +38,15 @@ class Schedule(StrEnum):
     """During backward as if no clipping were needed; corrected where it is. Bit-equal unless clipping strikes."""
 
 
+class StateFormat(StrEnum):
+    """How the optimizer states are stored."""
+
+    FP32 = "fp32"
+    """Master and moments in float32: 12 bytes per parameter."""
+    SPLIT = "split"
+    """The master as the bfloat16 parameter and the 16 bits that complete it: 10 bytes, the same bits."""
+
+
 def _tier_synonyms(value: Any) -> Any:
     # DeepSpeed's words for the same two places: people paste them
     return {"none": "device", "cpu": "host"}.get(value, value) if isinstance(value, str) else value
@@ -243,6 +252,9 @@ class EngineConfig(Section):
     """When the step of the host tier runs: `synchronous` after backward; `deferred` beside the next forward;
     `immediate` during backward (only without clipping); `speculative` during backward, corrected when clipping
     strikes; `auto` chooses between the last two and `deferred`."""
+    state_format: StateFormat = StateFormat.FP32
+    """How optimizer states are stored: `fp32` (12 bytes per parameter); `split` (10 bytes, the same results to the bit;
+    needs bfloat16 parameters)."""
     cpu_threads: Annotated[Int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
     """Threads per process of the CPU optimizer step. `auto`: the allowed cores over the processes of this machine."""
     native_kernel: bool = True

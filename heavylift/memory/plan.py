@@ -17,10 +17,11 @@ from heavylift.config.schema import Tier
 from heavylift.errors import UserError
 from heavylift.memory.machine import MachineMemory
 from heavylift.memory.peak import GroupLoad, find_peak
+from heavylift.offload.formats import state_bytes
 from heavylift.offload.optimizer import NUM_STAGING_SLOTS, TieredOptions
 from heavylift.offload.overlap import kept_gradient_bytes
 from heavylift.offload.staging import StagingRing
-from heavylift.offload.states import STATE_NAMES, host_state_bytes
+from heavylift.offload.states import host_state_bytes
 from heavylift.offload.tiers import place, whole_pages
 
 GIB = 2**30
@@ -120,16 +121,22 @@ def make_plan(
         grad_bytes=peak.grad_bytes,
         device_state_bytes=state_bytes_per_element(options) * sum(device_numels),
         gathered_bytes=peak.gathered_bytes,
-        host_state_bytes=whole_pages(host_state_bytes(host_numels, options.accumulate)) if host_numels else 0,
+        host_state_bytes=_host_state_bytes(host_numels, options),
         pinned_bytes=pinned_bytes,
         activation_bytes=peak.activation_bytes,
         moment=peak.moment,
     )
 
 
+def _host_state_bytes(host_numels: Sequence[int], options: TieredOptions) -> int:
+    if not host_numels:
+        return 0
+    return whole_pages(host_state_bytes(host_numels, options.accumulate, options.state_format))
+
+
 def state_bytes_per_element(options: TieredOptions) -> int:
     """Device bytes of optimizer states per element of a shard, the accumulator included."""
-    return (len(STATE_NAMES) + options.accumulate) * 4
+    return state_bytes(options.state_format) + options.accumulate * 4
 
 
 def check_plan(

@@ -45,7 +45,7 @@ class ParamStates:
         for part in self.parts:
             where = part.overlap(self.segment)
             if where is not None:
-                result[part.overlap_in_segment(self.segment)] = getattr(part, name)[where].cpu()
+                result[part.overlap_in_segment(self.segment)] = part.read(name, self.segment).cpu()
         return result
 
     @torch.no_grad()
@@ -60,9 +60,7 @@ class ParamStates:
         self._refuse_mid_step(f"set {name}")
         values = values.reshape(-1)
         for part in self.parts:
-            where = part.overlap(self.segment)
-            if where is not None:
-                getattr(part, name)[where].copy_(values[part.overlap_in_segment(self.segment)])
+            part.write(name, self.segment, values)
         if name == "master":
             self.segment.shard().copy_(values)
             self.segment.mark_seen()
@@ -81,12 +79,12 @@ class ParamStates:
         changed = (old != new) | (torch.signbit(old) != torch.signbit(new))
         if bool(changed.any()):
             for part in self.parts:
-                where = part.overlap(self.segment)
-                if where is not None:
+                if part.overlap(self.segment) is not None:
                     inside = part.overlap_in_segment(self.segment)
-                    master = part.master[where]
-                    mask = changed[inside].to(master.device)
-                    master.copy_(torch.where(mask, new[inside].float().to(master.device), master))
+                    masters = new.float()
+                    kept = part.read("master", self.segment).to(new.device)
+                    masters[inside] = torch.where(changed[inside], masters[inside], kept)
+                    part.write("master", self.segment, masters)
             old.copy_(new)
         self.segment.mark_seen()
 

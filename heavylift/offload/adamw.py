@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from heavylift.offload.formats import for_each_chunk
+from heavylift.offload.tensors import StepTensors
+
 # elements worked on at a time: bounds the temporaries (20 bytes an element) yet keeps thread barriers and launches few
 _CHUNK_CPU = 2**22
 _CHUNK_DEVICE = 2**26
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
-"""Dtypes of gradients and parameters beside float32."""
 
 
 @dataclass(frozen=True)
@@ -77,41 +77,6 @@ def _float32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
 
 
-@dataclass(frozen=True)
-class StepTensors:
-    """What a step reads and writes: flat tensors of one length, on one device, none overlapping."""
-
-    master: Tensor
-    """float32 [n], updated; so are the moments."""
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    grad: Tensor
-    """float32, bfloat16 or float16 [n], read."""
-    param_out: Tensor | None
-    """float32, bfloat16 or float16 [n], receives the new master rounded to nearest even; None: nobody wants it."""
-
-    def named(self) -> dict[str, Tensor]:
-        """The tensors that are there, by name."""
-        states = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "grad": self.grad}
-        return states if self.param_out is None else {**states, "param_out": self.param_out}
-
-    def part(self, where: slice) -> StepTensors:
-        """Views of a range of elements."""
-        out = None if self.param_out is None else self.param_out[where]
-        return StepTensors(self.master[where], self.exp_avg[where], self.exp_avg_sq[where], self.grad[where], out)
-
-    def check(self) -> None:
-        """Assert shapes, dtypes and the common device."""
-        master = self.master
-        for name, tensor in self.named().items():
-            low_precision = LOW_PRECISION if name in ("grad", "param_out") else ()
-            assert tensor.dtype in (torch.float32, *low_precision), f"{name} has dtype {tensor.dtype}"
-            assert tensor.ndim == 1 and tensor.numel() == master.numel(), (
-                f"{name} has shape {tuple(tensor.shape)}, master {tuple(master.shape)}"
-            )
-            assert tensor.device == master.device, f"{name} is on {tensor.device}, master on {master.device}"
-
-
 @torch.no_grad()
 def adamw_step_(tensors: StepTensors, hyper: AdamWHyper) -> None:
     """Do one AdamW step in place (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2, in torch.optim's order).
@@ -119,16 +84,8 @@ def adamw_step_(tensors: StepTensors, hyper: AdamWHyper) -> None:
     With lr 0 the master keeps its bits (also -0.0, also under a non-finite gradient) and only the moments move.
     Raises AssertionError for tensors that do not fit.
     """
-    tensors.check()
     scalars = hyper.scalars()
-    for part in chunks(tensors.master, _CHUNK_CPU, _CHUNK_DEVICE):
-        _step_chunk_(tensors.part(part), scalars)
-
-
-def chunks(tensor: Tensor, chunk_cpu: int, chunk_device: int) -> list[slice]:
-    """Ranges of at most so many elements that make up a flat tensor, by the device it is on."""
-    chunk = chunk_cpu if tensor.device.type == "cpu" else chunk_device
-    return [slice(start, start + chunk) for start in range(0, tensor.numel(), chunk)]
+    for_each_chunk(tensors, _CHUNK_CPU, _CHUNK_DEVICE, lambda part: _step_chunk_(part, scalars))
 
 
 def _step_chunk_(tensors: StepTensors, s: AdamWScalars) -> None:

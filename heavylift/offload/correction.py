@@ -24,7 +24,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from heavylift.offload.adamw import AdamWHyper, AdamWScalars, StepTensors, _sqrt, chunks
+from heavylift.offload.adamw import AdamWHyper, AdamWScalars, _sqrt
+from heavylift.offload.formats import for_each_chunk
+from heavylift.offload.tensors import StepTensors
 
 # elements worked on at a time: bounds the temporaries, about 40 bytes an element
 _CHUNK_CPU = 2**21
@@ -78,10 +80,8 @@ def adamw_correct_(tensors: StepTensors, hyper: AdamWHyper, coefficient: float) 
     exp_avg_sq by at most 2^-23 / coefficient^2. An element with gradient 0 keeps its bits; with lr 0 the master does.
     Raises AssertionError for tensors that do not fit.
     """
-    tensors.check()
     scalars, clipped = correction_scalars(hyper), clipped_scale(hyper, coefficient)
-    for part in chunks(tensors.master, _CHUNK_CPU, _CHUNK_DEVICE):
-        _correct_chunk_(tensors.part(part), scalars, clipped)
+    for_each_chunk(tensors, _CHUNK_CPU, _CHUNK_DEVICE, lambda part: _correct_chunk_(part, scalars, clipped))
 
 
 @torch.no_grad()
@@ -92,11 +92,9 @@ def adamw_undo_(tensors: StepTensors, hyper: AdamWHyper) -> None:
     the step. With lr 0 the master keeps its bits. Not possible after step 1 for a beta of 0 (the old moment left no
     trace, though it would not have mattered either), nor for lr * weight_decay of 1: AssertionError.
     """
-    tensors.check()
     check_undo(hyper)
     scalars = correction_scalars(hyper)
-    for part in chunks(tensors.master, _CHUNK_CPU, _CHUNK_DEVICE):
-        _undo_chunk_(tensors.part(part), scalars)
+    for_each_chunk(tensors, _CHUNK_CPU, _CHUNK_DEVICE, lambda part: _undo_chunk_(part, scalars))
 
 
 def _scaled(grad: Tensor, scale: float) -> Tensor:

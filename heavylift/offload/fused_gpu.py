@@ -10,10 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
-from heavylift.offload.adamw import AdamWHyper, StepTensors
+from heavylift.config.schema import StateFormat
+from heavylift.offload.adamw import AdamWHyper, AdamWScalars
+from heavylift.offload.formats import for_each_chunk
 from heavylift.offload.kernels import PlainKernel
+from heavylift.offload.tensors import StepTensors
 
 _BLOCK = 4096
+_UNPACKED_ELEMENTS = 2**25
 _SUM_BLOCK, _SUM_BLOCKS = 1024, 16
 
 
@@ -81,13 +85,16 @@ class FusedGpuKernel(PlainKernel):
         return partial.sum()
 
     def step(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
-        """See `adamw_step_`; runs on the current stream."""
-        tensors.check()
-        assert tensors.param_out is not None, "the device tier writes its parameters"
+        """See `adamw_step_`; runs on the current stream. States that are not stored as float32 are unpacked into
+        temporaries, so many elements at a time."""
         s = hyper.scalars()
+        whole = max(1, tensors.master.numel())
+        chunk = whole if tensors.state_format is StateFormat.FP32 else _UNPACKED_ELEMENTS
+        for_each_chunk(tensors, chunk, chunk, lambda part: self._launch(part, s))
+
+    def _launch(self, tensors: StepTensors, s: AdamWScalars) -> None:
+        assert tensors.param_out is not None, "the device tier writes its parameters"
         numel = tensors.master.numel()
-        if numel == 0:
-            return
         _adamw_kernel[(triton.cdiv(numel, _BLOCK),)](
             tensors.master,
             tensors.exp_avg,

@@ -11,8 +11,9 @@ from typing import Protocol
 import torch
 
 from heavylift.offload import native
-from heavylift.offload.adamw import AdamWHyper, StepTensors, adamw_step_
+from heavylift.offload.adamw import AdamWHyper, adamw_step_
 from heavylift.offload.correction import adamw_correct_, adamw_undo_
+from heavylift.offload.tensors import StepTensors
 
 
 class Kernel(Protocol):

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from heavylift.config.schema import Schedule, Tier
+from heavylift.config.schema import Schedule, StateFormat, Tier
 from heavylift.offload.adamw import AdamWHyper
+from heavylift.offload.formats import check_format
 from heavylift.offload.gates import install_gate
 from heavylift.offload.gradients import GradientAccumulation, accumulated_sums, global_norm, shard_process_groups
 from heavylift.offload.groups import Group, Segment, num_shards, plain_groups
@@ -54,6 +55,8 @@ class TieredOptions:
     """Cores that those threads are pinned to."""
     native: bool = True
     """Use the compiled CPU kernel where it is there."""
+    state_format: StateFormat = StateFormat.FP32
+    """How master and moments are stored."""
 
     def __post_init__(self) -> None:
         if self.schedule is Schedule.IMMEDIATE and self.max_grad_norm > 0:
@@ -135,8 +138,11 @@ class TieredAdamW(torch.optim.Optimizer):
         options = self.options
         device = self.groups[0].device if self.groups else torch.device("cpu")
         host, on_device = host_kernel(options.native, options.num_threads, options.cpu_ids), device_kernel(device)
+        check_format(options.state_format, {group.dtype for group in self.groups})
         device_numels = place([g.numel for g in self.groups], options.ratio, options.tier)
-        self.parts, self._slab = allocate_parts(self.groups, device_numels, options.accumulate, self.usage)
+        self.parts, self._slab = allocate_parts(
+            self.groups, device_numels, options.accumulate, self.usage, options.state_format
+        )
         self._stepper = PartStepper(host, on_device, self._allocate_ring(device), Streams(device), self.timeline)
         for group in self.groups:
             group.gate.observe(self.timeline, group.name)

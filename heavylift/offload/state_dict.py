@@ -31,7 +31,7 @@ def as_param(flat: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
 
 
 def _collect(segment: Segment, parts: list[Part], name: str) -> torch.Tensor:
-    pieces = [getattr(part, name)[part.overlap(segment)] for part in parts if part.overlap(segment) is not None]
+    pieces = [part.read(name, segment) for part in parts if part.overlap(segment) is not None]
     if not pieces:
         return torch.zeros(segment.numel, dtype=torch.float32)
     return pieces[0].cpu() if len(pieces) == 1 else torch.cat([piece.cpu() for piece in pieces])
@@ -40,7 +40,8 @@ def _collect(segment: Segment, parts: list[Part], name: str) -> torch.Tensor:
 def optimizer_state_dict(optimizer: TieredAdamW) -> dict[str, Any]:
     """{"state": {index: {step, master, exp_avg, exp_avg_sq}}, "param_groups": [...]}, indexed as torch does.
 
-    Host states are views, not copies: save them before the next step.
+    float32, however they are stored. Host states that are stored so are views, not copies: save them before the next
+    step.
     """
     optimizer.synchronize()
     index_of = _param_indices(optimizer)
@@ -82,17 +83,13 @@ def load_optimizer_state(optimizer: TieredAdamW, state_dict: dict[str, Any]) -> 
                         f"{segment.name}: saved {name} has {saved_flat.numel()} elements, expected {segment.numel}"
                     )
                 for part in parts:
-                    where = part.overlap(segment)
-                    if where is not None:
-                        getattr(part, name)[where].copy_(saved_flat[part.overlap_in_segment(segment)])
+                    part.write(name, segment, saved_flat)
             if entry is None:
                 # never stepped: its master is the parameter and its moments are zero
                 for part in parts:
                     part.read_master(segment)
-                    where = part.overlap(segment)
-                    if where is not None:
-                        part.exp_avg[where].zero_()
-                        part.exp_avg_sq[where].zero_()
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        part.write(name, segment, torch.zeros(segment.numel))
             else:
                 segment.shard().copy_(local_tensor(entry["master"]).reshape(-1))
             segment.mark_seen()

@@ -1,4 +1,4 @@
-"""Optimizer states of a group on their tiers: master, exp_avg, exp_avg_sq, flat float32.
+"""Optimizer states of a group on their tiers: master, exp_avg, exp_avg_sq, flat, stored as `formats` says.
 
 A group's flat layout is cut at most once: its front part lies on the device tier, the rest on the host tier. Each part
 is stepped where it lies.
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from heavylift.config.schema import Tier
-from heavylift.offload.adamw import StepTensors
+from heavylift.config.schema import StateFormat, Tier
+from heavylift.offload.formats import STORED_DTYPES, join_masters, low_halves, mark_signs_, rounds_up
 from heavylift.offload.groups import Group, Segment
+from heavylift.offload.tensors import StepTensors
 from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
 
 STATE_NAMES = ("master", "exp_avg", "exp_avg_sq")
@@ -32,6 +33,8 @@ class Part:
     exp_avg_sq: torch.Tensor
     accumulator: torch.Tensor | None
     """Sum of the reduced gradients of the micro-batches, float32; None without gradient accumulation."""
+    state_format: StateFormat = StateFormat.FP32
+    """How the three states are stored; `read` and `write` know."""
 
     @property
     def numel(self) -> int:
@@ -52,31 +55,71 @@ class Part:
 
     def step_tensors(self, where: slice, grad: torch.Tensor, param_out: torch.Tensor) -> StepTensors:
         """The states of a range of the part beside its gradient and where the new parameters go, flat and as long."""
-        return StepTensors(self.master[where], self.exp_avg[where], self.exp_avg_sq[where], grad, param_out)
+        states = self.master[where], self.exp_avg[where], self.exp_avg_sq[where]
+        return StepTensors(*states, grad, param_out, self.state_format)
+
+    def read(self, name: str, segment: Segment) -> torch.Tensor:
+        """A state of the segment's range in this part, float32, on the part's tier: a view where it is stored so."""
+        where = self.overlap(segment)
+        assert where is not None, f"{segment.name} does not reach into [{self.start}, {self.stop})"
+        if self.state_format is StateFormat.SPLIT and name == "master":
+            param = segment.shard()[self.overlap_in_segment(segment)].to(self.master.device)
+            return join_masters(param, self.master[where], self.exp_avg_sq[where])
+        stored = self._stored(name)[where]
+        return stored.abs() if self.state_format is StateFormat.SPLIT and name == "exp_avg_sq" else stored
+
+    def write(self, name: str, segment: Segment, values: torch.Tensor) -> None:
+        """Sets a state from `values`: the whole shard of the segment, flat, any float dtype and device. Who sets a
+        master sets the parameter to its rounded value too."""
+        where = self.overlap(segment)
+        if where is None:
+            return
+        stored = self._stored(name)[where]
+        new = values[self.overlap_in_segment(segment)].to(stored.device, torch.float32)
+        if self.state_format is StateFormat.SPLIT and name == "master":
+            stored.copy_(low_halves(new))
+            mark_signs_(self.exp_avg_sq[where], rounds_up(new, new.to(torch.bfloat16)))
+        elif self.state_format is StateFormat.SPLIT and name == "exp_avg_sq":
+            stored.copy_(torch.copysign(new, stored))
+        else:
+            stored.copy_(new)
+
+    def _stored(self, name: str) -> torch.Tensor:
+        return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}[name]
 
     def read_master(self, segment: Segment) -> None:
         """Sets the master from the parameter: after loading weights, or whenever somebody else wrote them."""
-        where = self.overlap(segment)
-        if where is not None:
-            self.master[where].copy_(segment.shard()[self.overlap_in_segment(segment)])
+        self.write("master", segment, segment.shard())
 
 
-def host_state_bytes(num_elements: Sequence[int], accumulate: bool) -> int:
-    """Bytes of the host slab that holds the states of parts of these sizes (12 per element, 16 when accumulating)."""
-    tensors = len(STATE_NAMES) + accumulate
-    return sum(tensors * aligned_bytes(numel, torch.float32) for numel in num_elements)
+def host_state_bytes(
+    num_elements: Sequence[int], accumulate: bool, state_format: StateFormat = StateFormat.FP32
+) -> int:
+    """Bytes of the host slab that holds the states of parts of these sizes: see `formats.state_bytes`; 4 more per
+    element when accumulating."""
+    dtypes = _part_dtypes(accumulate, state_format)
+    return sum(aligned_bytes(numel, dtype) for numel in num_elements for dtype in dtypes)
+
+
+def _part_dtypes(accumulate: bool, state_format: StateFormat) -> list[torch.dtype]:
+    return [*STORED_DTYPES[state_format], *([torch.float32] if accumulate else [])]
 
 
 def allocate_parts(
-    groups: Sequence[Group], device_numels: Sequence[int], accumulate: bool, usage: TierUsage
+    groups: Sequence[Group],
+    device_numels: Sequence[int],
+    accumulate: bool,
+    usage: TierUsage,
+    state_format: StateFormat = StateFormat.FP32,
 ) -> tuple[list[list[Part]], HostSlab | None]:
     """Allocates and initialises the states: for each group its parts. Host states share one slab (not page-locked:
     only staging is copied over the bus)."""
     host_numels = [g.numel - n for g, n in zip(groups, device_numels, strict=True)]
     slab = None
     if any(host_numels):
-        slab = HostSlab(host_state_bytes([n for n in host_numels if n], accumulate), pinned=False, usage=usage)
-    num_tensors = len(STATE_NAMES) + accumulate
+        num_bytes = host_state_bytes([n for n in host_numels if n], accumulate, state_format)
+        slab = HostSlab(num_bytes, pinned=False, usage=usage)
+    dtypes = _part_dtypes(accumulate, state_format)
     result = []
     for group, device_numel in zip(groups, device_numels, strict=True):
         parts = []
@@ -85,14 +128,13 @@ def allocate_parts(
                 continue
             if tier is Tier.HOST:
                 assert slab is not None
-                tensors = [slab.take(stop - start, torch.float32) for _ in range(num_tensors)]
+                tensors = [slab.take(stop - start, dtype) for dtype in dtypes]
             else:
-                tensors = [
-                    torch.zeros(stop - start, dtype=torch.float32, device=group.device) for _ in range(num_tensors)
-                ]
-                usage.device_bytes += num_tensors * (stop - start) * 4
+                tensors = [torch.zeros(stop - start, dtype=dtype, device=group.device) for dtype in dtypes]
+                usage.device_bytes += sum(tensor.nbytes for tensor in tensors)
             master, exp_avg, exp_avg_sq, *rest = tensors
-            part = Part(group, tier, start, stop, master, exp_avg, exp_avg_sq, rest[0] if accumulate else None)
+            accumulator = rest[0] if accumulate else None
+            part = Part(group, tier, start, stop, master, exp_avg, exp_avg_sq, accumulator, state_format)
             # touch every page now: memory that is not there must fail before training, not at the first step
             for tensor in tensors:
                 tensor.zero_()

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from heavylift.config.schema import StateFormat
 from heavylift.offload.adamw import AdamWHyper
 from heavylift.offload.groups import Segment
 from heavylift.offload.kernels import Kernel
-from heavylift.offload.staging import StagingRing
+from heavylift.offload.staging import Slot, StagingRing
 from heavylift.offload.states import Part
 from heavylift.offload.timeline import Activity, Timeline
 
@@ -124,6 +125,8 @@ class PartStepper:
         name = part.group.name
         with self.timeline.measure(Activity.SLOT, name):
             slot = self.ring.next_slot()
+        if part.state_format is StateFormat.SPLIT:
+            self._params_to_slot(part, steps, slot)
         with self.timeline.measure(Activity.ADAMW, name if operation is Operation.STEP else f"{name} ({operation})"):
             for run, hyper in runs(part, steps):
                 tensors = part.step_tensors(run, grads_host[run], slot.param_host[run])
@@ -144,6 +147,22 @@ class PartStepper:
                     shard.copy_(slot.param_host[where], non_blocking=True)
         slot.free_event = record(self.streams.h2d)
         part.group.gate.open(slot.free_event)
+
+    def _params_to_slot(self, part: Part, steps: Sequence[SegmentStep], slot: Slot) -> None:
+        """Brings the parameters, which are half of split masters, down to where the kernel writes their new values, and
+        waits for them."""
+        streams = self.streams
+        if streams.d2h is not None and streams.h2d is not None:
+            streams.d2h.wait_stream(streams.h2d)  # a step that is now revised may still be on its way up
+        with self.timeline.measure(Activity.GRADIENT, f"{part.group.name} (parameters)"):
+            with on_stream(streams.d2h):
+                for step in steps:
+                    where = part.overlap(step.segment)
+                    if where is not None:
+                        shard = step.segment.shard()[part.overlap_in_segment(step.segment)]
+                        slot.param_host[where].copy_(shard, non_blocking=True)
+            if streams.d2h is not None:
+                streams.d2h.record_event().synchronize()
 
 
 def runs(part: Part, steps: Sequence[SegmentStep]) -> Iterator[tuple[slice, AdamWHyper]]:

@@ -44,6 +44,7 @@ from heavylift.models.load import (
     resolve_dtype,
 )
 from heavylift.models.loss_head import find_loss_head, install_loss_head
+from heavylift.offload.formats import check_format
 from heavylift.offload.optimizer import TieredOptions
 from heavylift.sharding import ShardedModel, layers_of, make_mesh, shard_model
 
@@ -117,6 +118,10 @@ def set_up(recipe: Recipe) -> Run:
     recomputed = prepare_layers(model, recipe.train, ranks.device)
     sharded = shard_model(model, recipe.engine.zero_stage, make_mesh(recipe.engine.zero_stage, ranks.device.type))
     options = tiered_options(recipe, split_cores(ranks.local_rank, ranks.local_world_size))
+    try:
+        check_format(options.state_format, {dtype})
+    except ValueError as error:
+        raise UserError(f"engine.state_format: {error}; set model.dtype to bfloat16, or state_format to fp32") from None
     if recipe.train.cpu_checkpointing:
         keep_boundaries_on_host(recomputed, boundary_bytes(recipe.train, data.train, hf_config, dtype), ranks)
     work = workload(recipe, data.train.longest, model, ranks.device)
@@ -259,6 +264,7 @@ def tiered_options(recipe: Recipe, cores: list[int]) -> TieredOptions:
         num_threads=len(cores) if threads == "auto" else threads,
         cpu_ids=tuple(cores) or None,
         native=recipe.engine.native_kernel,
+        state_format=recipe.engine.state_format,
     )
 
 

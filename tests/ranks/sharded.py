@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from heavylift.config.schema import ModelConfig, Schedule, Tier
+from heavylift.config.schema import ModelConfig, Schedule, StateFormat, Tier
 from heavylift.engine import Engine, StepResult, build_optimizer
 from heavylift.models.load import build_on_meta, load_hf_config, load_weights, materialise
 from heavylift.offload.optimizer import TieredOptions
@@ -41,6 +41,7 @@ class Setup:
     native: bool = True
     lr: float = LR
     weight_decay: float = 0.1
+    state_format: str = "fp32"
 
 
 def param_groups(model: nn.Module, setup: Setup) -> list[dict[str, Any]]:
@@ -67,6 +68,7 @@ def build(folder: Path, setup: Setup) -> Engine:
         accumulate=setup.accumulation > 1,
         max_grad_norm=setup.clip,
         native=setup.native,
+        state_format=StateFormat(setup.state_format),
     )
     optimizer = build_optimizer(sharded, param_groups(model, setup), options, lr=setup.lr, betas=BETAS, eps=1e-8)
     return Engine(sharded, optimizer, CPU)

@@ -21,10 +21,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from heavylift.offload.adamw import AdamWHyper, AdamWScalars, StepTensors
+from heavylift.config.schema import StateFormat
+from heavylift.offload.adamw import AdamWHyper, AdamWScalars
 from heavylift.offload.correction import check_undo, clipped_scale, correction_scalars
+from heavylift.offload.tensors import StepTensors
 
 LIBRARY_NAME = "_adamw.so"
+_ABI = 3
+"""`hl_abi()` of the library that goes with this file."""
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +37,7 @@ class _CTensors(Structure):
     """`StepTensors` of native/step.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("master", "exp_avg", "exp_avg_sq", "grad", "out")),
+        *((name, c_void_p) for name in ("master", "master_low", "exp_avg", "exp_avg_sq", "grad", "out")),
         ("n", c_int64),
         ("grad_type", c_int32),
         ("out_type", c_int32),
@@ -56,15 +60,16 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`Type` of native/floats.h."""
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "hl_abi": (c_int, []),
     "hl_isa": (c_char_p, []),
     "hl_set_isa": (c_int, [c_char_p]),
     "hl_isa_name": (c_char_p, [c_int]),
     "hl_pool_create": (c_void_p, [c_int, POINTER(c_int)]),
     "hl_pool_destroy": (None, [c_void_p]),
     "hl_pool_num_threads": (c_int, [c_void_p]),
-    "hl_step": (None, [c_void_p, POINTER(_CTensors), POINTER(_CFactors)]),
-    "hl_correct": (None, [c_void_p, POINTER(_CTensors), POINTER(_CFactors), POINTER(_CCorrection)]),
-    "hl_undo": (None, [c_void_p, POINTER(_CTensors), POINTER(_CFactors), POINTER(_CCorrection)]),
+    "hl_take_step": (None, [c_void_p, POINTER(_CTensors), POINTER(_CFactors)]),
+    "hl_correct_step": (None, [c_void_p, POINTER(_CTensors), POINTER(_CFactors), POINTER(_CCorrection)]),
+    "hl_undo_step": (None, [c_void_p, POINTER(_CTensors), POINTER(_CFactors), POINTER(_CCorrection)]),
     "hl_accumulate": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int64]),
     "hl_sum_squares": (c_double, [c_void_p, c_void_p, c_int, c_int64]),
     "hl_bandwidth_probe": (None, [c_void_p] * 6 + [c_int64]),
@@ -111,12 +116,15 @@ class NativeKernel:
     """The functions of one loaded library. Results depend neither on the pool's size nor on the instruction set."""
 
     def __init__(self, path: Path) -> None:
-        """Load the library at `path`. Raises OSError if it does not load, AttributeError if a function is missing."""
+        """Load the library at `path`. Raises OSError if it does not load or is of another version, AttributeError if a
+        function is missing."""
         self.path = path
         self._library = CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(self._library, name)
             function.restype, function.argtypes = result, arguments
+        if (abi := self._library.hl_abi()) != _ABI:
+            raise OSError(f"built from other sources: interface {abi}, expected {_ABI}; install heavylift again")
 
     @property
     def isa(self) -> str:
@@ -150,20 +158,20 @@ class NativeKernel:
 
         Only the payload of a NaN may differ. Raises AssertionError for tensors that do not fit or overlap.
         """
-        self._library.hl_step(pool.handle, _c_tensors(tensors), _CFactors(*astuple(hyper.scalars())))
+        self._library.hl_take_step(pool.handle, _c_tensors(tensors), _CFactors(*astuple(hyper.scalars())))
 
     def adamw_correct_(self, pool: ThreadPool, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """`heavylift.offload.correction.adamw_correct_` bit for bit; tensors and errors as in `adamw_step_`."""
         more = correction_scalars(hyper)
         correction = _CCorrection(more.inverse_beta1, clipped_scale(hyper, coefficient), more.first_step)
-        self._library.hl_correct(pool.handle, _c_tensors(tensors), _CFactors(*astuple(more.step)), correction)
+        self._library.hl_correct_step(pool.handle, _c_tensors(tensors), _CFactors(*astuple(more.step)), correction)
 
     def adamw_undo_(self, pool: ThreadPool, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """`heavylift.offload.correction.adamw_undo_` bit for bit; tensors and errors as in `adamw_step_`."""
         check_undo(hyper)
         more = correction_scalars(hyper)
         correction = _CCorrection(more.inverse_beta1, 0.0, more.first_step)
-        self._library.hl_undo(pool.handle, _c_tensors(tensors), _CFactors(*astuple(more.step)), correction)
+        self._library.hl_undo_step(pool.handle, _c_tensors(tensors), _CFactors(*astuple(more.step)), correction)
 
     def accumulate_(self, pool: ThreadPool, acc: Tensor, grad: Tensor) -> None:
         """acc += grad in float32. acc: float32 [n], grad: float32, bfloat16 or float16 [n], contiguous CPU tensors."""
@@ -199,9 +207,10 @@ def _c_tensors(tensors: StepTensors) -> _CTensors:
     tensors.check()
     _check_host(*tensors.named().values())
     _check_disjoint(*tensors.named().values())
-    out = tensors.param_out
+    out, split = tensors.param_out, tensors.state_format is StateFormat.SPLIT
     return _CTensors(
-        master=tensors.master.data_ptr(),
+        master=None if split else tensors.master.data_ptr(),
+        master_low=tensors.master.data_ptr() if split else None,
         exp_avg=tensors.exp_avg.data_ptr(),
         exp_avg_sq=tensors.exp_avg_sq.data_ptr(),
         grad=tensors.grad.data_ptr(),

@@ -14,6 +14,7 @@
 
 #include "correction.h"
 #include "floats.h"
+#include "formats.h"
 #include "step.h"
 #include "thread_pool.h"
 
@@ -151,9 +152,9 @@ struct Kernels {
 };
 
 #define HL_KERNELS(isa, attributes)                                                                              \
-  attributes void adamw_##isa(const AdamWJob &j, int64_t b, int64_t e) { body_by_types<AdamW>(j, b, e); }        \
-  attributes void correct_##isa(const CorrectionJob &j, int64_t b, int64_t e) { body_by_types<Correct>(j, b, e); } \
-  attributes void undo_##isa(const CorrectionJob &j, int64_t b, int64_t e) { body_by_types<Undo>(j, b, e); }       \
+  attributes void adamw_##isa(const AdamWJob &j, int64_t b, int64_t e) { body_by_format<AdamW>(j, b, e); }        \
+  attributes void correct_##isa(const CorrectionJob &j, int64_t b, int64_t e) { body_by_format<Correct>(j, b, e); } \
+  attributes void undo_##isa(const CorrectionJob &j, int64_t b, int64_t e) { body_by_format<Undo>(j, b, e); }       \
   attributes void accumulate_##isa(const AccumulateJob &j, int64_t b, int64_t e) { accumulate_any(j, b, e); }    \
   attributes double sum_squares_##isa(const SumSquaresJob &j, int64_t b, int64_t e) {                            \
     return sum_squares_any(j, b, e);                                                                             \
@@ -242,6 +243,9 @@ struct SumChunks {
 
 // ---- the C API: pointers are host memory, n counts elements, `pool` comes from hl_pool_create -------------------
 
+// Changes with every structure and signature here: a library left over from another version must not be called.
+HL_API int hl_abi() { return 3; }
+
 HL_API const char *hl_isa() { return current().name; }
 
 // Takes another instruction set, for tests. Returns 0, or -1 when this CPU or this build lacks it.
@@ -266,17 +270,19 @@ HL_API void hl_pool_destroy(void *pool) { destroy_pool(static_cast<Pool *>(pool)
 HL_API int hl_pool_num_threads(void *pool) { return static_cast<Pool *>(pool)->num_threads; }
 
 // One AdamW step.
-HL_API void hl_step(void *pool, const StepTensors *tensors, const StepFactors *step) {
+HL_API void hl_take_step(void *pool, const StepTensors *tensors, const StepFactors *step) {
   run_ranged(pool, AdamWJob{*tensors, *step}, current().adamw, tensors->n);
 }
 
 // Turns the step just done into one with the gradient scaled by `clipped_scale` instead of `grad_scale`.
-HL_API void hl_correct(void *pool, const StepTensors *tensors, const StepFactors *step, const CorrectionFactors *more) {
+HL_API void hl_correct_step(void *pool, const StepTensors *tensors, const StepFactors *step,
+                             const CorrectionFactors *more) {
   run_ranged(pool, CorrectionJob{*tensors, *step, *more}, current().correct, tensors->n);
 }
 
 // Takes the step just done back.
-HL_API void hl_undo(void *pool, const StepTensors *tensors, const StepFactors *step, const CorrectionFactors *more) {
+HL_API void hl_undo_step(void *pool, const StepTensors *tensors, const StepFactors *step,
+                          const CorrectionFactors *more) {
   run_ranged(pool, CorrectionJob{*tensors, *step, *more}, current().undo, tensors->n);
 }
 

@@ -10,7 +10,9 @@
 namespace {
 
 struct StepTensors {
-  float *master, *exp_avg, *exp_avg_sq;
+  float *master;  // null where they are split
+  uint16_t *master_low;
+  float *exp_avg, *exp_avg_sq;
   const void *grad;
   void *out;  // null: nobody wants the parameters
   int64_t n;

@@ -1,0 +1,93 @@
+"""How optimizer states are stored: the formats, and the way from each to the float32 values that the step works on.
+
+`fp32`    master, exp_avg, exp_avg_sq as float32: 12 bytes per parameter.
+`split`   the master as the bfloat16 parameter and the 16 bits that complete it: 10 bytes beside the parameter, and the
+          same value to the bit. A bfloat16 rounded to nearest even and 16 more bits are not quite enough: of the two
+          masters in the middle between r and its neighbours both round to an even r and have the same low bits. What
+          is missing is one bit, whether the rounding went up, and the sign of exp_avg_sq, which is never negative,
+          has room for it.
+
+This is the specification in plain PyTorch, on any device; `native/formats.h` is its compiled twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from heavylift.config.schema import StateFormat
+from heavylift.offload.tensors import StepTensors
+
+STORED_DTYPES: dict[StateFormat, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
+    StateFormat.FP32: (torch.float32, torch.float32, torch.float32),
+    StateFormat.SPLIT: (torch.int16, torch.float32, torch.float32),
+}
+"""In what dtypes master, exp_avg and exp_avg_sq are kept; with `split` the first is the low half of the master."""
+
+
+def state_bytes(state_format: StateFormat) -> int:
+    """Bytes of the states of one parameter element."""
+    return sum(dtype.itemsize for dtype in STORED_DTYPES[state_format])
+
+
+def check_format(state_format: StateFormat, dtypes: set[torch.dtype]) -> None:
+    """Raises ValueError where parameters of these dtypes cannot have their states in that format."""
+    if state_format is StateFormat.SPLIT and dtypes - {torch.bfloat16}:
+        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ValueError(f"state format split needs bfloat16 parameters, which are half of its masters; got {found}")
+
+
+def join_masters(param: Tensor, low: Tensor, exp_avg_sq: Tensor) -> Tensor:
+    """The float32 masters. param: bfloat16 [n]; low: int16 [n]; exp_avg_sq: float32 [n], of which the sign counts."""
+    rounded = param.view(torch.int16).to(torch.int32)
+    high = rounded - torch.signbit(exp_avg_sq).to(torch.int32)
+    return ((high << 16) | (low.to(torch.int32) & 0xFFFF)).view(torch.float32)
+
+
+def low_halves(master: Tensor) -> Tensor:
+    """The 16 bits below a bfloat16, int16 [n]. master: float32 [n]."""
+    return master.view(torch.int32).to(torch.int16)  # narrowing keeps the low bits
+
+
+def rounds_up(master: Tensor, param: Tensor) -> Tensor:
+    """Whether `param`, the rounded `master`, is further from zero than its high half: bool [n]. False for NaN."""
+    up = (param.view(torch.int16).to(torch.int32) - (master.view(torch.int32) >> 16)) & 1
+    return up.bool() & ~master.isnan()
+
+
+def mark_signs_(exp_avg_sq: Tensor, up: Tensor) -> None:
+    """Writes `up` (bool [n]) into the signs of exp_avg_sq (float32 [n])."""
+    exp_avg_sq.abs_()
+    bits = exp_avg_sq.view(torch.int32)
+    bits.bitwise_or_(up.to(torch.int32) << 31)
+
+
+@contextmanager
+def unpacked(tensors: StepTensors) -> Iterator[StepTensors]:
+    """The same states in float32; what is in them at the end of the context is stored. `param_out` holds the parameters
+    at the beginning (formats that need them) and the rounded masters at the end."""
+    if tensors.state_format is StateFormat.FP32:
+        yield tensors
+        return
+    assert tensors.param_out is not None
+    master = join_masters(tensors.param_out, tensors.master, tensors.exp_avg_sq)
+    tensors.exp_avg_sq.abs_()
+    yield replace(tensors, master=master, state_format=StateFormat.FP32)
+    tensors.master.copy_(low_halves(master))
+    mark_signs_(tensors.exp_avg_sq, rounds_up(master, tensors.param_out))
+
+
+def for_each_chunk(
+    tensors: StepTensors, chunk_cpu: int, chunk_device: int, work: Callable[[StepTensors], None]
+) -> None:
+    """Does `work` on the float32 states of ranges of at most so many elements, by device. Raises AssertionError for
+    tensors that do not fit."""
+    tensors.check()
+    chunk = chunk_cpu if tensors.master.device.type == "cpu" else chunk_device
+    for start in range(0, tensors.master.numel(), chunk):
+        with unpacked(tensors.part(slice(start, start + chunk))) as part:
+            work(part)

@@ -1,0 +1,71 @@
+// States that are not stored as float32: heavylift/offload/formats.py bit for bit, which also says why so.
+//
+// They are unpacked and packed block by block; a block of floats stays in the first-level cache.
+
+#pragma once
+
+#include "step.h"
+
+namespace {
+
+constexpr int64_t kBlock = 1024;
+
+HL_INLINE int64_t bytes_of(int32_t type) { return type == kFloat32 ? 4 : 2; }
+
+// The same tensors from element `start` on.
+HL_INLINE StepTensors from_element(const StepTensors &tensors, int64_t start) {
+  StepTensors moved = tensors;
+  if (tensors.master != nullptr) moved.master += start;
+  if (tensors.master_low != nullptr) moved.master_low += start;
+  moved.exp_avg += start;
+  moved.exp_avg_sq += start;
+  moved.grad = static_cast<const char *>(tensors.grad) + start * bytes_of(tensors.grad_type);
+  if (tensors.out != nullptr) moved.out = static_cast<char *>(tensors.out) + start * bytes_of(tensors.out_type);
+  return moved;
+}
+
+// master = (param, less one where the sign of exp_avg_sq says that it was rounded up; low half); the sign is cleared.
+HL_INLINE void join_masters(const StepTensors &split, float *__restrict master, int64_t n) {
+  const uint16_t *__restrict low = split.master_low;
+  const bf16 *__restrict param = static_cast<const bf16 *>(split.out);
+  float *__restrict exp_avg_sq = split.exp_avg_sq;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t marked = bits_of(exp_avg_sq[i]);
+    const uint32_t high = uint32_t(param[i].bits) - (marked >> 31);
+    master[i] = from_bits(high << 16 | low[i]);
+    exp_avg_sq[i] = from_bits(marked & 0x7fffffffu);
+  }
+}
+
+HL_INLINE void split_masters(const StepTensors &split, const float *__restrict master, int64_t n) {
+  uint16_t *__restrict low = split.master_low;
+  const bf16 *__restrict param = static_cast<const bf16 *>(split.out);
+  float *__restrict exp_avg_sq = split.exp_avg_sq;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = bits_of(master[i]);
+    const uint32_t up = (uint32_t(param[i].bits) - (bits >> 16)) & 1u;  // 0 for NaN, which only gets its quiet bit
+    low[i] = uint16_t(bits);
+    exp_avg_sq[i] = from_bits((bits_of(exp_avg_sq[i]) & 0x7fffffffu) | up << 31);
+  }
+}
+
+template <class Kind, class Job>
+HL_INLINE void body_by_format(const Job &job, int64_t begin, int64_t end) {
+  alignas(64) float master[kBlock];
+  const bool split = job.tensors.master_low != nullptr;
+  const int64_t block = split ? kBlock : end - begin;
+  for (int64_t start = begin; start < end; start += block) {
+    const int64_t n = end - start < block ? end - start : block;
+    const StepTensors stored = from_element(job.tensors, start);
+    Job plain = job;
+    plain.tensors = stored;
+    if (split) {
+      join_masters(stored, master, n);
+      plain.tensors.master = master;
+    }
+    body_by_types<Kind>(plain, 0, n);
+    if (split) split_masters(stored, master, n);
+  }
+}
+
+}  // namespace

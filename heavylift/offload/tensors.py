@@ -1,0 +1,60 @@
+"""The tensors of one step, as they travel from the optimizer to the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heavylift.config.schema import StateFormat
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Dtypes of gradients and parameters beside float32."""
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """What a step reads and writes: flat tensors of one length, on one device, none overlapping."""
+
+    master: Tensor
+    """float32 [n], updated; so are the moments."""
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    grad: Tensor
+    """float32, bfloat16 or float16 [n], read."""
+    param_out: Tensor | None
+    """float32, bfloat16 or float16 [n], receives the new master rounded to nearest even; None: nobody wants it."""
+    state_format: StateFormat = StateFormat.FP32
+    """How the states are stored, see `heavylift.offload.formats`. `split`: `master` is int16, and `param_out` bfloat16,
+    which holds the parameters before the step, too."""
+
+    def named(self) -> dict[str, Tensor]:
+        """The tensors that are there, by name."""
+        states = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "grad": self.grad}
+        return states if self.param_out is None else {**states, "param_out": self.param_out}
+
+    def part(self, where: slice) -> StepTensors:
+        """Views of a range of elements."""
+        out = None if self.param_out is None else self.param_out[where]
+        states = self.master[where], self.exp_avg[where], self.exp_avg_sq[where]
+        return StepTensors(*states, self.grad[where], out, self.state_format)
+
+    def check(self) -> None:
+        """Assert shapes, dtypes and the common device."""
+        master = self.master
+        for name, tensor in self.named().items():
+            assert tensor.dtype in self._dtypes_of(name), f"{name} has dtype {tensor.dtype}"
+            assert tensor.ndim == 1 and tensor.numel() == master.numel(), (
+                f"{name} has shape {tuple(tensor.shape)}, master {tuple(master.shape)}"
+            )
+            assert tensor.device == master.device, f"{name} is on {tensor.device}, master on {master.device}"
+        assert self.state_format is StateFormat.FP32 or self.param_out is not None, "split masters need the parameters"
+
+    def _dtypes_of(self, name: str) -> tuple[torch.dtype, ...]:
+        split = self.state_format is StateFormat.SPLIT
+        if name == "master" and split:
+            return (torch.int16,)
+        if name == "param_out" and split:
+            return (torch.bfloat16,)
+        return (torch.float32, *LOW_PRECISION) if name in ("grad", "param_out") else (torch.float32,)
