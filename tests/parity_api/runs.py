@@ -75,9 +75,9 @@ def train(engine: Any, model_name: str, precision: str, accumulation: int, steps
     data = micro_batches(model_name, world_size * accumulation, DTYPES[precision])
     losses, norms = [], []
     for batches in data[steps]:
-        loss_sum = torch.zeros(())
+        loss_sum = torch.zeros((), device=engine.device)
         for batch in dealt(batches, dist.get_rank(), world_size):
-            loss = engine(**batch)["loss"]
+            loss = engine(**{key: value.to(engine.device) for key, value in batch.items()})["loss"]
             engine.backward(loss)
             engine.step()
             loss_sum += loss.detach()
