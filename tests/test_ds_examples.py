@@ -20,6 +20,7 @@ from heavylift.config.schema import DataConfig, ModelConfig, Recipe, TrainConfig
 from heavylift.data.batches import BatchPlan
 from heavylift.data.tokenise import load_samples
 from heavylift.errors import UserError
+from heavylift.memory.machine import host_available_bytes
 from heavylift.train.metrics import StepMetrics, read_metrics
 from heavylift.train.schedules import lr_multiplier
 
@@ -169,7 +170,19 @@ def test_usage(args: tuple[str, ...], tmp_path: Path) -> None:
     ]
 
 
-def test_bad_switches_end_with_one_line_each(tmp_path: Path) -> None:
+def test_states_that_cannot_fit_are_told_at_once(tmp_path: Path) -> None:
+    """As it stands: the 70B on random weights. Only its shape is built before the host's memory is looked at."""
+    if host_available_bytes() > 700 * 2**30:
+        pytest.skip("this machine has room for the states of a 70B model, and would go on")
+    run = finetune("superoffload", cwd=tmp_path)
+    assert run.rc == 2 and "Traceback" not in run.stderr
+    assert "step: 1" not in run.stdout
+    # 0.9 of 12 bytes for each of 70,553,706,496 parameters
+    assert any("need 710 GiB of this machine's memory" in line for line in run.errors)
+    assert json.loads((tmp_path / "runs" / "llama_3_3_70b_superoffload" / "ds_config.json").read_text())
+
+
+def test_data_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:
     run = finetune("superoffload", "--dataset", DATA, cwd=tmp_path, MODEL=str(SHAPE), OUTPUT_DIR="run")
     assert run.rc == 2
     assert [line for line in run.errors if "no tokenizer, which --dataset needs" in line]

@@ -5,7 +5,8 @@
 #       them, stepped beside backward or the next forward; `zerooffload`: all of them
 # hardware: 4 GPUs with 141 GB; host memory for 12 bytes per parameter and share: 0.9 x 70.6e9 x 12 bytes = 710 GiB
 #       (`zerooffload` 789 GiB). It is compared with what is free before anything is allocated; RATIO lowers the share.
-# as it stands: steps on random weights and random tokens, to measure; it learns nothing. For the real thing:
+# as it stands: 10 steps on random weights and random tokens, to measure; it learns nothing, and the first loss is about
+#       13.4 (examples/llama_3_3_70b_random.yaml says why). For the real thing:
 #       MODEL=path/or/hub-id ./finetune.sh superoffload 4 --dataset my_data.jsonl --save_model
 # everything after the batch size goes to finetune.py (finetune.py --help); environment: MODEL, NUM_GPUS, RATIO, OUTPUT_DIR
 # small, without a GPU: MODEL=../../shapes/tiny_llama NUM_GPUS=2 ./finetune.sh superoffload 2 --max_length 64
@@ -28,7 +29,7 @@ if [[ $# -gt 0 && $1 != -* ]]; then
 fi
 [[ $batch_size =~ ^[1-9][0-9]*$ ]] || usage
 
-model=${MODEL:-$here/../../shapes/llama_3_3_70b}
+model=${MODEL:-$(cd "$here/../../shapes/llama_3_3_70b" && pwd)}
 num_gpus=${NUM_GPUS:-4}
 output_dir=${OUTPUT_DIR:-runs/llama_3_3_70b_$mode}
 ratio=${RATIO:-$([[ $mode == superoffload ]] && echo 0.90 || echo 1.0)}
