@@ -12,30 +12,46 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DeepSpeedCPUAdam": "heavylift.api.optimizers",
+    "DeepSpeedConfig": "heavylift.api.config_object",
     "Engine": "heavylift.api.engine",
     "DeepSpeedEngine": "heavylift.api.engine:Engine",
+    "FusedAdam": "heavylift.api.optimizers",
+    "OnDevice": "heavylift.api.on_device",
     "UserError": "heavylift.errors",
     "DeepSpeedConfigError": "heavylift.errors:UserError",
     "add_config_arguments": "heavylift.api.arguments",
+    "get_accelerator": "heavylift.api.accelerator",
     "init_distributed": "heavylift.api.distributed",
     "initialize": "heavylift.api.initialize",
 }
 """Public name -> module, or module:name where it has another name there."""
 _MODULES = {
     "checkpointing": "heavylift.api.activation_checkpointing",
+    "comm": "heavylift.api.comm",
+    "ops": "heavylift.api.ops",
+    "utils": "heavylift.api.utils",
     "zero": "heavylift.api.zero",
 }
 """Public names that are modules."""
 
 __all__ = [
+    "DeepSpeedCPUAdam",
+    "DeepSpeedConfig",
     "DeepSpeedConfigError",
     "DeepSpeedEngine",
     "Engine",
+    "FusedAdam",
+    "OnDevice",
     "UserError",
     "add_config_arguments",
     "checkpointing",
+    "comm",
+    "get_accelerator",
     "init_distributed",
     "initialize",
+    "ops",
+    "utils",
     "zero",
 ]
 

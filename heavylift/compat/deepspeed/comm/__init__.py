@@ -1,16 +1,8 @@
 """torch.distributed by its own names, and `init_distributed`."""
 
-from typing import Any
-
-import torch.distributed
-from torch.distributed import *  # noqa: F403
-
-from heavylift.api.distributed import init_distributed
+from heavylift.api.comm import *  # noqa: F403
+from heavylift.api.comm import __getattr__, init_distributed
 
 from . import comm
 
-__all__ = ["comm", "init_distributed"]
-
-
-def __getattr__(name: str) -> Any:
-    return getattr(torch.distributed, name)
+__all__ = ["__getattr__", "comm", "init_distributed"]

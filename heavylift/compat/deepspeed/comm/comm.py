@@ -1,14 +1,5 @@
 """torch.distributed by its own names, and `init_distributed`."""
 
-from typing import Any
+from heavylift.api.comm import __getattr__, init_distributed
 
-import torch.distributed
-from torch.distributed import *  # noqa: F403
-
-from heavylift.api.distributed import init_distributed
-
-__all__ = ["init_distributed"]
-
-
-def __getattr__(name: str) -> Any:
-    return getattr(torch.distributed, name)
+__all__ = ["__getattr__", "init_distributed"]

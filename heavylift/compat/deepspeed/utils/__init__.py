@@ -1,17 +1,11 @@
 """Values of single parameters, modules gathered as a whole, logging, groups."""
 
-from heavylift.api.leaf_modules import (
+from heavylift.api.utils import (
+    OnDevice,
+    RepeatingLoader,
     get_z3_leaf_modules,
-    set_z3_leaf_module,
-    set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-    unset_z3_leaf_modules,
-    z3_leaf_module,
-)
-from heavylift.api.logs import log_dist, logger, set_log_level_from_string
-from heavylift.api.on_device import OnDevice
-from heavylift.api.parameters import (
+    log_dist,
+    logger,
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -25,8 +19,14 @@ from heavylift.api.parameters import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
+    set_log_level_from_string,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
 )
-from heavylift.api.repeating_loader import RepeatingLoader
 
 from . import groups, logging
 
