@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -274,3 +276,27 @@ def test_the_fused_kernel_on_split_states(numel: int) -> None:
     assert torch.equal(got.master.cpu(), expected.master)
     for name in ("exp_avg", "exp_avg_sq", "param_out"):
         assert_same_bits(got.named()[name].cpu(), expected.named()[name], name)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_recipe_key(write_recipe: Callable[..., Path], run_heavylift: Callable[..., Any], tmp_path: Path) -> None:
+    """On a CPU the parameters are float32 by default: refused with what to do. In bfloat16 the losses are the same."""
+    losses = []
+    for state_format in ("fp32", "split"):
+        output_dir = tmp_path / state_format
+        recipe = write_recipe(
+            model={"dtype": "bfloat16"},
+            engine={"state_format": state_format, "offload_optimizer": "host", "ratio": 0.5},
+            train={"output_dir": str(output_dir), "max_steps": 3, "learning_rate": 0.01},
+        )
+        done = run_heavylift("train", recipe)
+        assert done.rc == 0, done.stderr
+        lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+        losses.append([row["loss"] for row in map(json.loads, lines) if "loss" in row])
+    assert len(losses[0]) >= 3 and losses[0] == losses[1]
+    refused = run_heavylift("train", write_recipe(engine={"state_format": "split"}))
+    assert refused.rc == 2
+    (error,) = refused.errors
+    assert "engine.state_format: state format split needs bfloat16 parameters" in error and "model.dtype" in error
