@@ -139,7 +139,10 @@ def build_model(recipe: Recipe, hf_config: Any, folder: Path, settings: Settings
 
 
 def check_host_memory(model: nn.Module, settings: Settings, ranks: Ranks) -> None:
-    """Raises UserError where the optimizer states cannot fit: now, and not when the kernel ends the run."""
+    """Raises UserError where the optimizer states cannot fit: now, and not when the kernel ends the run.
+
+    A lower bound: gradients and staging come on top.
+    """
     offload = settings.offload
     if offload.tier is not Tier.HOST:
         return
@@ -148,7 +151,7 @@ def check_host_memory(model: nn.Module, settings: Settings, ranks: Ranks) -> Non
     available = host_available_bytes()
     if needed > available:
         raise UserError(
-            f"zero_optimization.offload_optimizer: the optimizer states need {needed / GIB:,.0f} GiB of this machine's "
+            f"zero_optimization.offload_optimizer: the optimizer states alone need {needed / GIB:,.0f} GiB of this machine's "
             f"memory, {available / GIB:,.0f} GiB are free; lower ratio (RATIO=0.5 ./finetune.sh ...), or add memory"
         )
 

@@ -3,8 +3,11 @@
 # ./finetune.sh zerooffload 8           # 8 per GPU
 # what: full fine-tuning of Llama 3.3 70B on alpaca-format data, optimizer states in host memory; `superoffload`: 90% of
 #       them, stepped beside backward or the next forward; `zerooffload`: all of them
-# hardware: 4 GPUs with 141 GB; host memory for 12 bytes per parameter and share: 0.9 x 70.6e9 x 12 bytes = 710 GiB
-#       (`zerooffload` 789 GiB). It is compared with what is free before anything is allocated; RATIO lowers the share.
+# hardware: 4 GPUs with 141 GB
+# plan (batch 4, as `heavylift train` reckons it): superoffload 102.6 GiB on each GPU at the peak and 832 GiB of host
+#       memory, 710 GiB of it optimizer states; zerooffload 82.9 and 924 GiB. Too little for the states is said before
+#       anything is allocated; RATIO=0.5 moves more of them to the GPUs
+# duration: not measured with this program
 # as it stands: 10 steps on random weights and random tokens, to measure; it learns nothing, and the first loss is about
 #       13.4 (examples/llama_3_3_70b_random.yaml says why). For the real thing:
 #       MODEL=path/or/hub-id ./finetune.sh superoffload 4 --dataset my_data.jsonl --save_model
