@@ -65,6 +65,7 @@ class EngineCheckpoint(EngineState):
         }
         training: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
         training["loss_scaler"] = self.loss_scaler.state_dict()
+        training["buffers"] = [name for name, t in self._model_tensors() if not isinstance(t, nn.Parameter)]
         if self.optimizer is not None:
             tensors |= saved_states(self.optimizer, self._trained())
             training["steps"] = steps_taken(self.optimizer, self._trained())

@@ -1,0 +1,457 @@
+"""What projects import beside the engine: optimizer classes, leaf modules, estimates, checkpointing, helpers."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks.pool import run_on_ranks
+from torch import nn
+
+import heavylift
+from heavylift.api import activation_checkpointing as checkpointing
+from heavylift.api import elasticity, estimators, leaf_modules, logs, optimizers, process_groups, refused
+from heavylift.api.accelerator import Accelerator, get_accelerator
+from heavylift.api.config_object import DeepSpeedConfig, get_bfloat16_config, get_gradient_clipping, get_log_level
+from heavylift.api.monitor_classes import (
+    CSVConfig,
+    DeepSpeedMonitorConfig,
+    MonitorMaster,
+    csvMonitor,
+    get_monitor_config,
+)
+from heavylift.api.on_device import OnDevice
+from heavylift.api.whole_state import clone_tensors_for_torch_save
+from heavylift.errors import UserError
+
+# ---- optimizer classes -----------------------------------------------------------------------------------------------
+
+
+def trained(make: Any, num_steps: int = 4, decay_lr: bool = False) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    optimizer = make(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if decay_lr else None
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(torch.randn(7, 6)).square().mean().backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return [p.detach() for p in model.parameters()]
+
+
+SETTINGS: dict[str, Any] = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.3}
+
+
+@pytest.mark.parametrize("decay_lr", [False, True])
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [
+        (optimizers.FusedAdam, torch.optim.AdamW),
+        (optimizers.DeepSpeedCPUAdam, torch.optim.AdamW),
+        (lambda p, **k: optimizers.FusedAdam(p, adam_w_mode=False, **k), torch.optim.Adam),
+        (lambda p, **k: optimizers.DeepSpeedCPUAdam(p, adamw_mode=False, **k), torch.optim.Adam),
+    ],
+)
+def test_they_step_as_torchs(ours: Any, torchs: Any, decay_lr: bool) -> None:
+    mine = trained(lambda p: ours(p, **SETTINGS), decay_lr=decay_lr)
+    theirs = trained(lambda p: torchs(p, **SETTINGS), decay_lr=decay_lr)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_their_states_are_made_late_and_go_into_a_state_dict() -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = optimizers.FusedAdam([param], lr=0.1)
+    assert optimizer.state_dict()["state"] == {}
+    param.grad = torch.ones(3)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    other_param = nn.Parameter(param.detach().clone())
+    other = optimizers.FusedAdam([other_param], lr=0.5)
+    other.load_state_dict(saved)
+    for p, o in ((param, optimizer), (other_param, other)):
+        p.grad = torch.full((3,), 0.5)
+        o.step()
+    assert torch.equal(param, other_param)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: optimizers.FusedAdam(p, amsgrad=True), "FusedAdam: amsgrad is not supported"),
+        (lambda p: optimizers.DeepSpeedCPUAdam(p, bias_correction=False), "bias_correction=False is not supported"),
+        (lambda p: optimizers.DeepSpeedCPUAdam(p, fp32_optimizer_states=False), "states are float32 always"),
+        (lambda p: optimizers.FusedAdam(p, lr=-1), "lr should be a number from 0 on, got -1"),
+        (optimizers.DeepSpeedCPULion, "DeepSpeedCPULion is not supported; use FusedAdam"),
+        (optimizers.DeepSpeedCPUAdagrad, "use torch.optim.Adagrad without offload"),
+        (optimizers.FusedLamb, "FusedLamb is not supported"),
+        (refused.PipelineModule, "PipelineModule: pipeline parallelism is not supported; train the plain module"),
+        (refused.MoE, "expert parallelism is not supported"),
+        (refused.init_inference, "init_inference: inference engines are not supported"),
+        (refused.tp_model_init, "tensor parallelism is not supported"),
+    ],
+)
+def test_what_is_refused_says_what_to_use(make: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make([nn.Parameter(torch.ones(1))])
+
+
+# ---- leaf modules ----------------------------------------------------------------------------------------------------
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(2))
+
+
+def model_of_blocks() -> nn.Module:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Block() for _ in range(3))
+    return model
+
+
+def test_leaf_modules_are_set_by_class_name_and_suffix() -> None:
+    model = model_of_blocks()
+    assert leaf_modules.get_z3_leaf_modules(model) == []
+    assert len(leaf_modules.set_z3_leaf_modules(model, [Block])) == 3
+    assert len(leaf_modules.set_z3_leaf_modules(model, ["Expert"])) == 6
+    assert len(leaf_modules.get_z3_leaf_modules(model)) == 9
+    assert leaf_modules.leaf_modules_of(model) == list(model.blocks)  # the outermost
+    assert len(leaf_modules.unset_z3_leaf_modules(model, [Block, f"{__name__}.Expert"])) == 9
+    found, missing = leaf_modules.set_z3_leaf_modules_by_name(model, ["blocks.1", "x"], raise_if_not_found=False)
+    assert (found, missing) == ([model.blocks[1]], ["x"]) and leaf_modules.z3_leaf_module(model.blocks[1])
+    found, missing = leaf_modules.set_z3_leaf_modules_by_suffix(model, ["experts"])
+    assert len(found) == 3 and missing == []
+    for wrong in (
+        lambda: leaf_modules.set_z3_leaf_modules(model, ["Absent"]),
+        lambda: leaf_modules.set_z3_leaf_modules(model, [3]),  # type: ignore[list-item]
+        lambda: leaf_modules.set_z3_leaf_modules_by_name(model, ["x"]),
+        lambda: leaf_modules.set_z3_leaf_modules_by_suffix(model, ["x"]),
+    ):
+        with pytest.raises(UserError):
+            wrong()
+
+
+def test_groups_do_not_split_a_leaf() -> None:
+    model = model_of_blocks()
+    experts = [e for block in model.blocks for e in block.experts]
+    assert leaf_modules.keep_leaves_whole(model, experts) == experts
+    assert leaf_modules.keep_leaves_whole(model, None) is None
+    leaf_modules.set_z3_leaf_modules(model, [Block])
+    assert leaf_modules.keep_leaves_whole(model, experts) == list(model.blocks)
+    assert leaf_modules.keep_leaves_whole(model, None) == list(model.blocks)
+
+
+# ---- estimates -------------------------------------------------------------------------------------------------------
+
+
+def test_estimates_are_those_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: 8 layers of 1M on 4 GPUs."""
+    million = 10**6
+    cpu, gpu, largest = estimators.estimate_zero3_model_states_mem_needs(8 * million, million, 4, 1)
+    assert largest == 2 * million
+    assert cpu >= 12 * 8 * million  # float32 master and moments of all parameters
+    assert cpu < 16 * 8 * million + 4 * 2**20
+    assert gpu >= 2 * 2 * million  # bfloat16 parameters, sharded, beside what is gathered
+    whole_cpu, _, _ = estimators.estimate_zero3_model_states_mem_needs(8 * million, million, 4, 1, zero_init=False)
+    assert whole_cpu == 4 * 4 * 8 * million  # each of 4 processes builds the model in float32
+    _, on_device, _ = estimators.estimate_zero3_model_states_mem_needs(8 * million, million, 4, 1, cpu_offload=False)
+    assert on_device - gpu == 12 * 8 * million // 4
+    doubled, _, _ = estimators.estimate_zero3_model_states_mem_needs(
+        8 * million, million, 4, 1, additional_buffer_factor=2
+    )
+    assert doubled == 2 * cpu
+    cpu2, gpu2 = estimators.estimate_zero2_model_states_mem_needs(8 * million, 4, 1)
+    assert gpu2 > 2 * 8 * million and cpu2 >= 12 * 8 * million
+    estimators.estimate_zero3_model_states_mem_needs_all_live(nn.Linear(1000, 1000), 2)
+    estimators.estimate_zero2_model_states_mem_needs_all_live(nn.Linear(1000, 1000), 1, 2)
+    printed = capsys.readouterr().out
+    assert "1 node with 2 GPUs each; 1M parameters, 1M in the largest layer" in printed
+    assert "2 nodes with 1 GPU each" in printed
+    assert printed.count("offload_optimizer=cpu") == 3 and printed.count("offload_optimizer=none") == 3
+
+
+def test_parameters_are_counted_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    assert estimators.count_params(model) == (20, 20)
+    with torch.device("meta"):
+        assert estimators.count_params(nn.Linear(3, 2)) == (8, 8)
+
+
+# ---- activation checkpointing ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_cpu", [False, True])
+def test_checkpointing_recomputes_the_same(in_cpu: bool) -> None:
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())
+    calls = []
+    layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    results = []
+    checkpointing.configure(None, checkpoint_in_cpu=in_cpu)
+    assert checkpointing.is_configured()
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        x = torch.randn(5, 8, requires_grad=True)
+        y = checkpointing.checkpoint(layer, x) if recompute else layer(x)
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad, layer[0].weight.grad.clone()))
+        layer.zero_grad()
+    assert len(calls) == 3
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_checkpointing_is_configured_by_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"activation_checkpointing": {"cpu_checkpointing": true}}')
+    checkpointing.configure(None, deepspeed_config=str(path))
+    assert checkpointing._state.in_cpu
+    with caplog.at_level(logging.WARNING):
+        checkpointing.configure(None, {"activation_checkpointing": {}}, partition_activations=True)
+    assert "partition_activations has no effect: there is no model parallelism" in caplog.text
+    assert not checkpointing._state.in_cpu
+    with pytest.raises(UserError, match="cpu_checkpointing: expected true or false, got 'yes'"):
+        checkpointing.configure(None, {"activation_checkpointing": {"cpu_checkpointing": "yes"}})
+    checkpointing.reset()
+
+
+# ---- elastic batch sizes ---------------------------------------------------------------------------------------------
+
+
+def elastic(**more: Any) -> dict[str, Any]:
+    block = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6], "version": 0.1}
+    return {"elasticity": {**block, "min_gpus": 1, "max_gpus": 10000, **more}}
+
+
+def test_elastic_batch_sizes() -> None:
+    batch, gpus = elasticity.compute_elastic_config(elastic())
+    assert batch == 1680  # 2 x 840, of all candidates the one with the most divisors among its micro-batch counts
+    assert gpus == elasticity.fitting_gpus(batch, [2, 4, 6], 1, 10000)
+    assert all(any(batch % (n * m) == 0 for m in (2, 4, 6)) for n in gpus) and 9 not in gpus
+    by_hand = {
+        candidate: len(elasticity.fitting_gpus(candidate, [2, 4, 6], 1, 10000))
+        for candidate in (1440, 1680, 1920, 2000)
+    }
+    assert by_hand[1680] == max(by_hand.values())
+    assert elasticity.compute_elastic_config(elastic(), world_size=28)[2] == 6
+    assert elasticity.compute_elastic_config(elastic(max_gpus=8), return_microbatch=True)[1:] == (
+        [1, 2, 3, 4, 5, 6, 7, 8],
+        6,
+    )
+    with pytest.raises(elasticity.ElasticityIncompatibleWorldSize, match="9 GPUs do not fit train_batch_size 1680"):
+        elasticity.compute_elastic_config(elastic(max_gpus=8), world_size=9)
+
+
+def test_highly_composite_numbers() -> None:
+    known = [1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 720720]
+    for number in known:
+        assert elasticity._highly_composite_up_to(number) == number
+        assert number == 1 or elasticity._highly_composite_up_to(number - 1) < number
+    assert elasticity._highly_composite_up_to(47) == 36
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "no block, or not enabled"),
+        (elastic(enabled=False), "no block, or not enabled"),
+        (elastic(micro_batch_sizes=[]), "micro_batch_sizes: expected whole numbers"),
+        (elastic(micro_batch_sizes=[2.5]), "micro_batch_sizes: expected whole numbers"),
+        (elastic(max_gpus=0), "max_gpus: expected a whole number"),
+        (elastic(version=3), "version: expected one of"),
+        (elastic(model_parallel_size=2), "only 1 is supported"),
+        (elastic(speed=1), "elasticity.speed: not a key"),
+        (elastic(max_train_batch_size=1), "no batch size up to 1 fits"),
+        ({**elastic(), "train_batch_size": 8}, "train_batch_size: elasticity decides it"),
+    ],
+)
+def test_wrong_elastic_configs(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(elasticity.ElasticityConfigError, match=message):
+        elasticity.compute_elastic_config(config)
+
+
+# ---- small helpers ---------------------------------------------------------------------------------------------------
+
+
+def test_modules_are_built_on_a_device_in_a_dtype() -> None:
+    with OnDevice(torch.float16, "meta"):
+        layer = nn.Linear(3, 2)
+    assert layer.weight.is_meta and layer.weight.dtype == torch.float16
+    assert nn.Linear(3, 2).weight.dtype == torch.float32
+    with OnDevice(torch.float16, "meta", enabled=False):
+        assert not nn.Linear(3, 2).weight.is_meta
+
+
+def test_the_accelerator_of_a_machine_without_gpu() -> None:
+    cpu = Accelerator("cpu")
+    assert get_accelerator() is get_accelerator()
+    assert (cpu.device_name(3), cpu.current_device_name(), cpu.communication_backend_name()) == ("cpu", "cpu", "gloo")
+    assert torch.zeros(1, device=cpu.device_name()).device.type == "cpu" and cpu.on_accelerator(torch.zeros(1))
+    state = cpu.get_rng_state()
+    first = torch.rand(2)
+    cpu.set_rng_state(state)
+    assert torch.equal(first, torch.rand(2))
+    assert 0 < cpu.memory_allocated() < cpu.total_memory() and 0 < cpu.available_memory() <= cpu.total_memory()
+    with cpu.stream(cpu.current_stream()), cpu.device(0):
+        cpu.synchronize()
+        cpu.empty_cache()
+        cpu.range_push("x")
+        cpu.range_pop()
+    assert torch.bfloat16 in cpu.supported_dtypes() and cpu.device_count() == 1
+
+
+def test_log_levels(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.set_log_level_from_string("warning")
+    assert logs.get_current_level() == logging.WARNING and not logs.should_log_le("info")
+    logs.set_log_level_from_string("info")
+    with pytest.raises(UserError, match="expected one of debug, info"):
+        logs.set_log_level_from_string("loud")
+    logs.print_rank_0("once")
+    assert capsys.readouterr().out == "once\n"
+
+
+def test_tensors_are_cloned_for_saving() -> None:
+    shared = torch.arange(6.0)
+    state = {"a": shared, "b": [shared, (shared[:2], "text")], "n": 3}
+    cloned = clone_tensors_for_torch_save(state)
+    assert cloned["a"] is cloned["b"][0] and cloned["a"] is not shared
+    assert torch.equal(cloned["b"][1][0], shared[:2]) and cloned["b"][1][1] == "text" and cloned["n"] == 3
+    assert cloned["b"][1][0].untyped_storage().nbytes() == 8  # not the whole of what it was a view of
+
+
+def groups_job() -> tuple[int, int, int, int]:
+    alone = process_groups.get_local_group()
+    assert process_groups.get_local_group() is alone
+    total = torch.ones(1)
+    dist.all_reduce(total, group=process_groups.get_data_parallel_group())
+    world = process_groups.get_data_parallel_world_size()
+    return int(total), dist.get_world_size(alone), process_groups.get_data_parallel_rank(), world
+
+
+def test_process_groups() -> None:
+    assert run_on_ranks(2, groups_job) == [(2, 1, 0, 2), (2, 1, 1, 2)]
+
+
+def test_a_configuration_as_an_object(tmp_path: Path) -> None:
+    raw = {"train_batch_size": 8, "gradient_accumulation_steps": 4, "bf16": {"enabled": True}, "log_level": "info"}
+    config = DeepSpeedConfig(raw)
+    assert (config.train_micro_batch_size_per_gpu, config.zero_enabled) == (2, False)
+    assert config.bfloat16_config["enabled"] and not config.float16_config["enabled"]
+    assert (get_gradient_clipping(raw), get_log_level(raw)) == (1.0, "info")
+    assert get_bfloat16_config(raw).enabled
+    with pytest.raises(UserError):
+        DeepSpeedConfig({"train_batch_size": -1})
+
+
+def test_monitors_by_class(tmp_path: Path) -> None:
+    raw = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}, "train_batch_size": 1}
+    config = get_monitor_config(raw)
+    assert config.enabled and not config.wandb.enabled and config.csv_monitor.job_name == "job"
+    MonitorMaster(config).write_events([("Train/loss", 0.5, 16)])
+    csvMonitor(CSVConfig(enabled=True, output_path=str(tmp_path), job_name="job")).write_events([("Train/loss", 1, 32)])
+    csvMonitor({"enabled": False}).write_events([("Train/loss", 2.0, 48)])
+    (file,) = (tmp_path / "job").glob("*.csv")
+    assert [line.split(",")[0] for line in file.read_text().splitlines()[1:]] == ["16", "32"]
+    with pytest.raises(UserError, match="got nonsense"):
+        DeepSpeedMonitorConfig(nonsense={})
+    with pytest.raises(UserError, match="csv_monitor.job_nam"):
+        csvMonitor({"job_nam": "x"})
+
+
+# ---- weights out of a checkpoint -------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.inner = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.full((3,), 0.1), requires_grad=False)
+        self.register_buffer("table", torch.arange(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.inner(self.embed(ids)))) + self.frozen.sum()
+
+
+def checkpoint_job(folder: Path) -> dict[str, torch.Tensor]:
+    """Trains in bfloat16 and saves; the float32 values as `safe_get_full_fp32_param` has them."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }
+    engine, *_ = heavylift.initialize(model=Tied(), config=config)
+    for _ in range(3):
+        engine.backward(engine(torch.arange(4)).float().square().mean())
+        engine.step()
+    engine.save_checkpoint(folder)
+    params = dict(engine.module.named_parameters())
+    result = {n: heavylift.utils.safe_get_full_fp32_param(p) for n, p in params.items() if p.requires_grad}
+    engine.destroy()
+    return result
+
+
+def test_float32_weights_out_of_a_checkpoint(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from heavylift.api import zero_to_fp32
+
+    expected, other = run_on_ranks(2, checkpoint_job, tmp_path / "ck")
+    assert all(torch.equal(expected[n], other[n]) for n in expected)
+    state_dict = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ck")
+    assert state_dict.keys() == {*expected, "frozen", "table"}
+    assert all(torch.equal(state_dict[name], expected[name]) for name in expected)
+    assert any(not torch.equal(v, v.bfloat16().float()) for v in expected.values())  # more than bfloat16 shows
+    assert state_dict["frozen"].dtype == torch.float32 and state_dict["table"].dtype == torch.int64
+    model = zero_to_fp32.load_state_dict_from_zero_checkpoint(Tied(), tmp_path / "ck")
+    assert torch.equal(model.head.weight, expected["embed.weight"]) and model.head.weight is model.embed.weight
+    assert zero_to_fp32.main([str(tmp_path / "ck"), str(tmp_path / "one"), "--safe_serialization"]) == 0
+    whole = load_file(tmp_path / "one" / "model.safetensors")
+    assert all(torch.equal(whole[name], state_dict[name]) for name in state_dict)
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ck", tmp_path / "many", max_shard_size="300B")
+    files = sorted(p.name for p in (tmp_path / "many").glob("*.bin"))
+    assert files[0] == f"pytorch_model-00001-of-{len(files):05d}.bin" and len(files) > 1
+    parts: dict[str, torch.Tensor] = {}
+    for name in files:
+        parts |= torch.load(tmp_path / "many" / name, weights_only=True)
+    assert parts.keys() == state_dict.keys()
+    assert all(torch.equal(parts[name], state_dict[name]) for name in state_dict)
+    trained_only = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
+        tmp_path / "ck", exclude_frozen_parameters=True
+    )
+    assert trained_only.keys() == {*expected, "table"}
+    for wrong, message in (
+        (
+            lambda: zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ck", tag="global_step9"),
+            "no check",
+        ),
+        (
+            lambda: zero_to_fp32.load_state_dict_from_zero_checkpoint(nn.Linear(2, 2), tmp_path / "ck"),
+            "build the model",
+        ),
+        (
+            lambda: zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ck", tmp_path, "5 apples"),
+            "max_shard_size: expected a size such as 5GB",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            wrong()
+    assert zero_to_fp32.main([str(tmp_path), str(tmp_path / "x")]) == 2
