@@ -49,6 +49,17 @@ class ShardedModel:
             assert isinstance(group.module, FSDPModule)
             group.module.reshard()
 
+    def recover(self) -> bool:
+        """After an exception inside of a forward: shards again, ready for the next. Gradients not yet reduced are lost.
+
+        False where this torch (before 2.13) cannot: the gathered parameters then stay what they are.
+        """
+        reset = getattr(self.module, "reset_iter_state", None)
+        if reset is None:
+            return False
+        reset()
+        return True
+
     def set_last_micro_batch(self, is_last: bool) -> None:
         """Stages 0 and 1 reduce gradients and reshard parameters in the last micro-batch of a step only."""
         if self.stage > 1:

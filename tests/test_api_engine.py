@@ -448,3 +448,110 @@ def test_autocast_compiled_layers_and_several_losses() -> None:
     apart, together = results["together False"], results["together True"]
     assert all(torch.allclose(apart[n], together[n], atol=1e-7) for n in together)
     assert not torch.equal(together["left.weight"], dict(make_branches().named_parameters())["left.weight"])
+
+
+class Methods(nn.Module):
+    """Uses its parameters in other methods than forward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 1)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(x))
+
+    def loss_of(self, x: torch.Tensor) -> torch.Tensor:
+        return self(self.encode(x)).square().mean()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.second(hidden)
+
+    @torch.no_grad()
+    def clip(self) -> None:
+        for param in self.parameters():
+            param.clamp_(-0.1, 0.1)
+
+
+def methods_job() -> dict[str, Any]:
+    torch.manual_seed(6)
+    engine, *_ = heavylift.initialize(model=Methods(), config=ds_config(Case("", 3, "cpu"), dist.get_world_size()))
+    for step in range(4):
+        x = rows(8)[0]
+        # one method that uses all, or a method and forward one after the other
+        engine.backward(engine.loss_of(x) if step % 2 else engine(engine.encode(x)).square().mean())
+        engine.step()
+    trained = masters(engine)
+    message = message_of(lambda: engine.clip())
+    engine.settle()
+    engine.module.clip()
+    clipped = {n: whole(p) for n, p in engine.module.named_parameters()}
+    engine.backward(engine.loss_of(rows(8)[0]))
+    engine.step()
+    after = masters(engine)
+    engine.destroy()
+    return {"trained": trained, "message": message, "clipped": clipped, "after": after}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_methods_that_use_parameters_outside_of_forward(world_size: int) -> None:
+    result = run_on_ranks(world_size, methods_job)[0]
+    torch.manual_seed(6)
+    model = Methods()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+    for _ in range(4):
+        for rank in range(world_size):
+            x = torch.randn(8, 5, generator=torch.Generator().manual_seed(rank))
+            (model.loss_of(x) / world_size).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, param in model.named_parameters():
+        assert torch.allclose(result["trained"][name], param, atol=1e-6), name
+        assert torch.equal(result["clipped"][name], result["trained"][name].clamp(-0.1, 0.1)), name
+        # the masters follow what the script wrote: one more step away from there, not from the unclipped weights
+        assert 0 < float((result["after"][name] - result["clipped"][name]).abs().max()) < 0.02, name
+    assert "Methods.clip: it writes into first.weight, first.bias" in result["message"]
+    assert "call engine.module.clip()" in result["message"]
+
+
+def failures_job() -> dict[str, Any]:
+    """Exceptions inside of forward and backward, caught by the script."""
+    results: dict[str, Any] = {}
+    for name in ("undisturbed", "disturbed"):
+        engine, *_ = heavylift.initialize(model=make_branches(), config=ds_config(Case("", 2, "cpu", "fp32", 2), 2))
+        for _ in range(2):
+            for micro in range(2):
+                engine.backward(engine(*rows(4))["loss"])
+                if name == "disturbed":
+                    with pytest.raises(RuntimeError):
+                        engine(torch.ones(4, 3), torch.ones(4, 1))
+                engine.step()
+                assert engine.global_steps == (engine.micro_steps // 2), micro
+        results[name] = masters(engine)
+        engine.destroy()
+
+    engine, *_ = heavylift.initialize(model=make_branches(), config=ds_config(Case("", 0, "none", "fp32", 2), 2))
+    engine.backward(engine(*rows(4))["loss"])
+    with pytest.raises(RuntimeError):
+        engine(torch.ones(4, 3), torch.ones(4, 1))
+    results["forward"] = message_of(engine.step)
+    engine.destroy()
+
+    engine, *_ = heavylift.initialize(model=make_branches(), config=ds_config(Case("", 3, "cpu"), 2))
+    loss = engine(*rows(4))["loss"]
+    loss.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(loss)
+    results["backward"] = message_of(lambda: engine(*rows(4)))
+    engine.destroy()
+    return results
+
+
+def test_an_exception_that_a_script_catches_leaves_nothing_stale() -> None:
+    results = run_on_ranks(2, failures_job)[0]
+    undisturbed, disturbed = results["undisturbed"], results["disturbed"]
+    assert all(torch.equal(undisturbed[n], disturbed[n]) for n in undisturbed)
+    assert not torch.equal(undisturbed["inside.weight"], dict(make_branches().named_parameters())["inside.weight"])
+    assert "cannot go on after an exception in forward, with RuntimeError" in results["forward"]
+    assert "cannot go on after an exception in backward, with ZeroDivisionError" in results["backward"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from heavylift.api.dataloader import EngineDataLoader
 from heavylift.api.distributed import Ranks, cpu_group
+from heavylift.api.forward_methods import gathered_around, is_users_method
 from heavylift.api.loss_scale import LossScaler
 from heavylift.api.presence import GradientPresence
 from heavylift.api.torch_step import TorchStep
@@ -53,6 +55,8 @@ class EngineState(nn.Module):
         """Calls of step(), on the boundary or not."""
         self.skipped_steps = 0
         """Optimizer steps that were skipped because a gradient was not finite."""
+        self.broken_by: str | None = None
+        """What an exception has interrupted, where training cannot go on after it."""
         self._sharded = sharded
         self._ranks = ranks
         self._batch = settings.batch
@@ -70,7 +74,8 @@ class EngineState(nn.Module):
             if module is None:
                 raise
         try:
-            return getattr(module, name)
+            value = getattr(module, name)
+            return gathered_around(module, name, self.forward_method) if is_users_method(module, value) else value
         except AttributeError:
             raise AttributeError(f"neither the engine nor its module ({type(module).__name__}) has {name!r}") from None
 
@@ -100,6 +105,36 @@ class EngineState(nn.Module):
         """To the optimizer: gradients carry the loss scale, and the number of ranks that they are a sum over."""
         if self.settings.loss_scale is not None and self.optimizer is not None:
             self.optimizer.set_grad_scale(self.loss_scaler.scale * self.world_size)
+
+    @contextmanager
+    def forward_method(self) -> Iterator[None]:
+        """Around a call of a method of the module that gathers parameters."""
+        self.check_whole()
+        self.optimizer_settle()
+        with self.recovering():
+            yield
+
+    @contextmanager
+    def recovering(self) -> Iterator[None]:
+        """Around a forward: an exception in it must not leave whole parameters behind, stale after the next step."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._sharded.recover() or self.has_unreduced_gradients():
+                self.broken_by = f"forward, with {type(error).__name__}"
+            raise
+
+    def has_unreduced_gradients(self) -> bool:
+        """Whether earlier micro-batches of the step have left gradients that are not reduced yet."""
+        return False
+
+    def check_whole(self) -> None:
+        """Raises UserError where an exception has left the training state uncertain."""
+        if self.broken_by is not None:
+            raise UserError(
+                f"engine: it cannot go on after an exception in {self.broken_by}: gradients or parameters of that step "
+                "are incomplete; make a new engine, and load a checkpoint"
+            )
 
     def needs_optimizer(self, what: str) -> StepOptimizer:
         """The optimizer. Raises UserError where there is none."""

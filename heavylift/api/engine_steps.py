@@ -67,7 +67,8 @@ class EngineSteps(EngineState):
         autocast = self.autocast_dtype
         cast = nullcontext() if autocast is None else torch.autocast(self.device.type, dtype=autocast)
         told = self.reports.forward(self.global_steps) if torch.is_grad_enabled() else nullcontext()
-        with attention_kernels(self.device), cast, told:
+        self.check_whole()
+        with attention_kernels(self.device), cast, told, self.recovering():
             output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
             # no backward will: and the next step must not leave stale whole parameters behind
@@ -92,7 +93,8 @@ class EngineSteps(EngineState):
         with attention_kernels(self.device), self.reports.backward():
             try:
                 scaled.backward(retain_graph=retain_graph)
-            except RuntimeError as error:
+            except BaseException as error:
+                self.broken_by = f"backward, with {type(error).__name__}"
                 if "got a second gradient" not in str(error):
                     raise
                 # two forwards before one backward: layers are reduced twice
@@ -106,6 +108,7 @@ class EngineSteps(EngineState):
 
     def _scaled(self, loss: torch.Tensor, scale_wrt_gas: bool) -> torch.Tensor:
         self.needs_optimizer("backward")
+        self.check_whole()
         _check_loss(loss)
         self.reports.saw_loss(loss, 1.0 if scale_wrt_gas else self._batch.accumulation)
         reduces = self._reduces_always or (self.is_gradient_accumulation_boundary() and not self._holds_back)
@@ -118,6 +121,10 @@ class EngineSteps(EngineState):
             factor /= self.world_size
         scaled = loss.float() * factor if factor != 1.0 else loss
         return self._presence.watch(scaled, reduces)
+
+    def has_unreduced_gradients(self) -> bool:
+        """Stages 0 and 1 keep them on their rank until the boundary."""
+        return self._num_backwards > 0 and not self._reduces_always
 
     def _takes_one_gradient(self) -> bool:
         options = self.optimizer.options if isinstance(self.optimizer, TieredAdamW) else None
@@ -170,6 +177,7 @@ class EngineSteps(EngineState):
         if self._holds_back:
             raise UserError("step: called inside of no_sync, where gradients are not reduced; call it after")
         optimizer = self.needs_optimizer("step")
+        self.check_whole()
         self._step_applied = False
         facts = None
         if self.is_gradient_accumulation_boundary():

@@ -25,7 +25,6 @@ from heavylift.errors import UserError
 from heavylift.launch.cores import split_cores
 from heavylift.offload.groups import make_group
 from heavylift.offload.optimizer import TieredAdamW, TieredOptions
-from heavylift.sharding import ShardedModel
 
 __all__ = ["init_distributed", "initialize"]
 
@@ -145,16 +144,22 @@ def build_optimizer(
             step.write_master(params[name], values)
         return step
     groups = [make_group(g.name, g.params, g.module) for g in prepared.sharded.groups]
-    tiered = TieredAdamW(
-        choice.param_groups,
-        groups=[g for g in groups if g is not None],
-        options=tiered_options(settings, ranks, prepared.sharded),
-    )
+    try:
+        tiered = TieredAdamW(
+            choice.param_groups,
+            groups=[g for g in groups if g is not None],
+            options=tiered_options(settings, ranks),
+        )
+    except MemoryError as error:
+        raise UserError(
+            f"zero_optimization.offload_optimizer: host memory for the optimizer states: {error}; lower its `ratio`, "
+            "which keeps a share on the device, or use fewer ranks on this machine or a smaller model"
+        ) from None
     prepared.give_masters(tiered)
     return tiered
 
 
-def tiered_options(settings: Settings, ranks: Ranks, sharded: ShardedModel) -> TieredOptions:
+def tiered_options(settings: Settings, ranks: Ranks) -> TieredOptions:
     """Where the states go and when they step. Raises UserError for `immediate` with clipping."""
     offload = settings.offload
     cores: Sequence[int] = split_cores(ranks.local_rank, ranks.local_world_size)
