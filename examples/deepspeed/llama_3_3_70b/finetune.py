@@ -151,8 +151,8 @@ def check_host_memory(model: nn.Module, settings: Settings, ranks: Ranks) -> Non
     available = host_available_bytes()
     if needed > available:
         raise UserError(
-            f"zero_optimization.offload_optimizer: the optimizer states alone need {needed / GIB:,.0f} GiB of this machine's "
-            f"memory, {available / GIB:,.0f} GiB are free; lower ratio (RATIO=0.5 ./finetune.sh ...), or add memory"
+            f"zero_optimization.offload_optimizer: the optimizer states alone need {needed / GIB:,.0f} GiB of this "
+            f"machine's memory, {available / GIB:,.0f} GiB are free; lower ratio (RATIO=0.5 ./finetune.sh ...)"
         )
 
 
