@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ from ranks.sharded import Setup, build, take_step, whole, whole_weights
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import heavylift
 from heavylift.api import parameters as utils
+from heavylift.api import zero
+from heavylift.api.gathering import WholeParameter
 from heavylift.api.owners import register_optimizer
 from heavylift.config.schema import Schedule, Tier
 from heavylift.engine import Engine
@@ -216,7 +221,7 @@ def test_an_optimizer_that_is_gone_is_forgotten() -> None:
     assert utils.safe_get_full_fp32_param(param) is None
 
 
-# ---- on ranks --------------------------------------------------------------------------------------------------------
+# ---- on ranks -------------------------------------------------------------------------------------------------------
 
 
 def mean_gradients(engine: Engine, rows: Rows) -> dict[str, torch.Tensor]:
@@ -298,3 +303,65 @@ def test_on_two_ranks(odd_llama: Path, setup: Setup) -> None:
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_on_other_ranks(odd_llama: Path, world_size: int) -> None:
     assert run_on_ranks(world_size, sharded_job, odd_llama, OFFLOADED) == [[]] * world_size
+
+
+# ---- through initialize() --------------------------------------------------------------------------------------------
+
+
+def engine_job(settings: dict[str, Any]) -> list[str]:
+    """Gradients are unscaled means over ranks, masters float32, whatever steps them; what is set is stepped from."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    twin = copy.deepcopy(net)
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0, **settings}
+    engine, *_ = heavylift.initialize(model=net, config=config)
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(4 * dist.get_world_size(), 6, generator=generator)
+    mine = inputs[4 * dist.get_rank() :][:4].to(next(engine.module.parameters()).dtype)
+    engine.backward(engine(mine).float().square().mean())
+    twin(inputs).square().mean().backward()
+    wrong = []
+    masters = []
+    tolerance = 1e-6 if engine.precision == "float32" else 2e-2
+    for (name, param), other in zip(engine.module.named_parameters(), twin.parameters(), strict=True):
+        grad = utils.safe_get_full_grad(param)
+        if not torch.allclose(grad, other.grad, atol=tolerance, rtol=tolerance):
+            wrong.append(f"gradient of {name}")
+        if not torch.equal(utils.safe_get_full_fp32_param(param), other.detach()):
+            wrong.append(f"{name}: the master is not the float32 value from before rounding")
+        utils.safe_set_full_grad(param, torch.ones_like(grad))
+        masters.append(utils.safe_get_full_fp32_param(param))
+        with zero.GatheredParameters(param, modifier_rank=0):
+            if not isinstance(param, WholeParameter):
+                wrong.append(f"{name} is not gathered")
+            with pytest.raises(UserError, match="the parameter is gathered by GatheredParameters"):
+                utils.safe_get_full_fp32_param(param)
+        if not torch.equal(utils.safe_get_full_fp32_param(param), masters[-1]):
+            wrong.append(f"{name}: looking at it has cost precision")
+    engine.step()
+    for (name, param), before in zip(engine.module.named_parameters(), masters, strict=True):
+        moved = before - utils.safe_get_full_fp32_param(param)
+        if not torch.allclose(moved, torch.full_like(moved, 0.5), atol=1e-3):  # a step along ones, lr 0.5
+            wrong.append(f"step of {name}: {moved.flatten()[:3]}")
+        utils.safe_set_full_fp32_param(param, before)
+        if not torch.equal(whole(param).float(), before.to(param.dtype).float()):
+            wrong.append(f"{name} does not follow")
+    engine.destroy()
+    return wrong
+
+
+ADAMW = {"type": "AdamW", "params": {"lr": 0.5, "weight_decay": 0.0}}
+SGD = {"type": "SGD", "params": {"lr": 0.5}}
+OFFLOAD = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.6}}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": ADAMW, "zero_optimization": OFFLOAD, "fp16": {"enabled": True, "initial_scale_power": 8}},
+        {"optimizer": SGD, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
+        {"optimizer": SGD, "zero_optimization": {"stage": 1}},
+    ],
+)
+def test_engines_of_every_precision(settings: dict[str, Any]) -> None:
+    assert run_on_ranks(2, engine_job, settings) == [[], []]

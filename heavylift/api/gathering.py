@@ -34,7 +34,9 @@ from heavylift.api.partition import (
     open_whole,
 )
 from heavylift.api.shards import own_part, whole_value
+from heavylift.api.torch_step import TorchStep
 from heavylift.errors import UserError
+from heavylift.offload.groups import local_tensor
 
 
 class WholeParameter(torch.Tensor):
@@ -158,4 +160,8 @@ def _write_back(param: nn.Parameter, whole: torch.Tensor) -> None:
         return
     assert isinstance(param, DTensor)
     shard = param.to_local().view(-1)
+    owner = owner_of(param)
+    if isinstance(owner, TorchStep):
+        master = local_tensor(owner.master_of(param)).view(-1)
+        master.copy_(torch.where(shard != mine, mine.to(master.dtype), master))
     shard.copy_(mine)

@@ -11,6 +11,7 @@ import weakref
 import torch
 from torch import nn
 
+from heavylift.api.torch_step import TorchStep
 from heavylift.offload.access import ParamStates, find_states
 from heavylift.offload.optimizer import TieredAdamW
 
@@ -41,4 +42,6 @@ def states_of(param: nn.Parameter) -> ParamStates | None:
 def _trains(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> bool:
     if isinstance(optimizer, TieredAdamW):
         return param in optimizer._param_group_of
+    if isinstance(optimizer, TorchStep):
+        return optimizer.trains(param)
     return any(param is p for group in optimizer.param_groups for p in group["params"])

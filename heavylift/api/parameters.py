@@ -22,8 +22,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from heavylift.api.gathering import WholeParameter
 from heavylift.api.owners import owner_of, states_of
 from heavylift.api.shards import gather, own_part
+from heavylift.api.torch_step import TorchStep
 from heavylift.errors import UserError
 from heavylift.offload.groups import local_tensor
 
@@ -126,15 +128,19 @@ def _get_full(param: nn.Parameter, name: str) -> torch.Tensor | None:
 
 
 def _get_local(param: nn.Parameter, name: str) -> torch.Tensor | None:
+    _check_sharded(param)
     states = states_of(param)
     if states is not None:
         return states.read_grad() if name == GRADIENT else states.read(name)
     tensor = _tensor_of(param, name)
-    return None if tensor is None else local_tensor(tensor).reshape(-1).float().cpu().clone()
+    if tensor is None:
+        return None
+    return local_tensor(tensor).reshape(-1).float().cpu().clone().div_(_scale_of(param, name))
 
 
 def _set_local(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
     """value: flat or not, this rank's elements."""
+    _check_sharded(param)
     states = states_of(param)
     value = value.detach().reshape(-1)
     num_expected = local_tensor(param).numel()
@@ -152,9 +158,13 @@ def _set_local(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
     tensor = _tensor_of(param, name)
     if tensor is None:
         raise UserError(f"cannot set {name}: no engine trains this parameter, or there is none yet")
+    owner = owner_of(param)
+    if name == MASTER and isinstance(owner, TorchStep):
+        owner.write_master(param, value)
+        return
     with torch.no_grad():
         shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        shard.view(-1).copy_(value)
+        shard.view(-1).copy_(value.float() * _scale_of(param, name))
 
 
 def _tensor_of(param: nn.Parameter, name: str) -> torch.Tensor | None:
@@ -162,9 +172,24 @@ def _tensor_of(param: nn.Parameter, name: str) -> torch.Tensor | None:
     owner = owner_of(param)
     if owner is None:
         return None
+    master = owner.master_of(param) if isinstance(owner, TorchStep) else param
     if name == MASTER:
-        return param
+        return master
     if name == GRADIENT:
-        return param.grad
-    state = owner.state.get(param, {}).get(name)
+        return owner.grad_of(param) if isinstance(owner, TorchStep) else param.grad
+    state = owner.state.get(master, {}).get(name)
     return state if isinstance(state, torch.Tensor) else None
+
+
+def _scale_of(param: nn.Parameter, name: str) -> float:
+    """The factor that a gradient carries."""
+    owner = owner_of(param)
+    return owner.grad_scale if name == GRADIENT and isinstance(owner, TorchStep) else 1.0
+
+
+def _check_sharded(param: nn.Parameter) -> None:
+    if isinstance(param, WholeParameter):
+        raise UserError(
+            "utils.safe_*: the parameter is gathered by GatheredParameters; leave that context first, or use the "
+            "parameter itself"
+        )

@@ -67,6 +67,19 @@ class TorchStep(torch.optim.Optimizer):
         """The float32 value behind `param`; the parameter itself where that is float32."""
         return self._masters.get(param, param)
 
+    def trains(self, param: nn.Parameter) -> bool:
+        """Whether it steps `param`."""
+        return param in self._masters
+
+    def grad_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """The gradient that the coming step will use, with its scale; the tensor itself."""
+        return self._accumulated.get(param) if param in self._accumulated else param.grad
+
+    @property
+    def grad_scale(self) -> float:
+        """The factor that gradients carry."""
+        return self._scale
+
     @torch.no_grad()
     def write_master(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Sets master and parameter from this rank's values (any float dtype, flat)."""
@@ -106,7 +119,7 @@ class TorchStep(torch.optim.Optimizer):
         """Gradients of this step, float32. Parameters without one are left out, as torch does."""
         grads = {}
         for param in self._masters:
-            grad = self._accumulated.get(param) if param in self._accumulated else param.grad
+            grad = self.grad_of(param)
             if grad is not None:
                 grads[param] = grad
         return grads

@@ -93,8 +93,14 @@ class ParamStates:
     def read_grad(self) -> torch.Tensor | None:
         """A copy of the gradient that the coming step will use, before clipping: float32 [numel] on the CPU.
 
-        None when the parameter has none: before backward, after the step, or because it took no part.
+        Without the factor of `set_grad_scale`. None when the parameter has none: before backward, after the step, or
+        because it took no part.
         """
+        grad = self._read_scaled_grad()
+        scale = self.optimizer._grad_scale
+        return grad if grad is None or scale == 1 else grad.div_(scale)
+
+    def _read_scaled_grad(self) -> torch.Tensor | None:
         accumulation, overlap = self.optimizer._accumulation, self.optimizer._overlap
         if accumulation is not None:
             accumulation.settle()
@@ -108,13 +114,16 @@ class ParamStates:
 
     @torch.no_grad()
     def write_grad(self, values: torch.Tensor) -> None:
-        """Sets the gradient that the coming step will use, and with it the norm. values: any float dtype, [numel].
+        """Sets the gradient that the coming step will use, and with it the norm. values: any float dtype, [numel],
+        without the factor of `set_grad_scale`.
 
         Raises RuntimeError where backward has taken the step already; ValueError where there is no gradient to set.
         """
         self._refuse_mid_step("set the gradient")
         accumulation, overlap = self.optimizer._accumulation, self.optimizer._overlap
         values = values.reshape(-1)
+        if self.optimizer._grad_scale != 1:
+            values = values.float() * self.optimizer._grad_scale
         if accumulation is not None and self.segment in accumulation.with_grad:
             self._settle()
             accumulation.settle()
