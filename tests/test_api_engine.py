@@ -180,13 +180,13 @@ def test_boundaries_counted_by_hand_and_held_back(stage: int) -> None:
     assert result["message"].startswith("step: called inside" if stage == 1 else "no_sync: stage 3 shards gradients")
 
 
-def evaluation_job() -> dict[str, Any]:
+def evaluation_job(case: Case) -> dict[str, Any]:
     """Evaluation between backward and step must neither see nor leave stale weights."""
     results = {}
     for looks in (False, True):
-        engine, *_ = heavylift.initialize(model=make_branches(), config=ds_config(Case("branches", 2, "cpu"), 2))
+        engine, *_ = heavylift.initialize(model=make_branches(), config=ds_config(case, 2))
         seen = []
-        for _ in range(3):
+        for _ in range(3 * case.accumulation):
             engine.backward(engine(*rows(8))["loss"])
             if looks:
                 engine.eval()
@@ -207,11 +207,13 @@ def evaluation_job() -> dict[str, Any]:
     return {"without": results[False][0], "with": results[True][0], "seen": results[True][1], "last": last}
 
 
-def test_evaluation_in_between_changes_nothing() -> None:
-    result = run_on_ranks(2, evaluation_job)[0]
+@pytest.mark.parametrize("case", [Case("", 2, "cpu"), Case("", 0, "none", "fp32", 2), Case("", 1, "cpu", "fp32", 2)])
+def test_evaluation_in_between_changes_nothing(case: Case) -> None:
+    result = run_on_ranks(2, evaluation_job, case)[0]
     assert all(torch.equal(result["without"][n], result["with"][n]) for n in result["with"])
     assert result["seen"][-1] == pytest.approx(result["last"], rel=1e-6)
-    assert len(set(result["seen"])) == 3
+    # with accumulation the first look is before the first step
+    assert len(set(result["seen"])) == 3 + (case.accumulation > 1)
 
 
 def batch_sizes_job() -> dict[str, Any]:

@@ -40,7 +40,7 @@ class PreparedModel:
 
     sharded: ShardedModel
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name -> this rank's float32 values of a trainable parameter, flat, where rounding has changed its dtype."""
+    """Name -> this rank's float32 values of a trainable parameter, flat, on the CPU, where its dtype changed."""
 
     source: WeightsSource | None = None
     """Of a model that came on the meta device."""
@@ -161,7 +161,7 @@ class _Rounding:
                 continue
             if param.requires_grad:
                 rows = _own_rows(param.detach(), self._rank, self._num_shards)
-                self.masters[name] = rows.to(torch.float32, copy=True).flatten()
+                self.masters[name] = rows.to("cpu", torch.float32, copy=True).flatten()
             param.data = param.data.to(self._dtype)
 
     def release(self) -> None:

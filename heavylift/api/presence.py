@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from heavylift.api.distributed import flags_device
+from heavylift.api.recompute import is_hugging_face
 from heavylift.sharding import GatherGroup, ShardedModel
 
 
@@ -142,7 +143,7 @@ class _AgreeInBackward(torch.autograd.Function):
 def presence_varies(sharded: ShardedModel) -> bool:
     """Whether micro-batches may differ in which parameters they give a gradient to."""
     layers = [group.module for group in sharded.groups if group.module is not sharded.module]
-    return not layers or any(_chooses(layer) for layer in layers)
+    return not is_hugging_face(sharded.module) or any(_chooses(layer) for layer in layers)
 
 
 def _chooses(module: nn.Module) -> bool:
