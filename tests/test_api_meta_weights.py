@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks.llamas import llama_config, save_llama
+from ranks.memory import measure
 from ranks.models import VOCAB, save_odd_llama
-from ranks.pool import run_on_ranks
+from ranks.pool import run_on_fresh_ranks, run_on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -157,3 +159,31 @@ def without_source(folder: Path) -> str:
 def test_meta_without_source_is_told(folders: dict[bool, Path]) -> None:
     message, _ = run_on_ranks(2, without_source, folders[False])
     assert "set_weights_source" in message and "zero.Init" in message
+
+
+def peaks(folder: Path) -> tuple[int, int, int]:
+    """Bytes at the peak: from the meta device, and by `from_pretrained`; and those of the whole model."""
+    config = ds_config(3, "fp32", "SGD")  # no states
+
+    def from_meta() -> Any:
+        return heavylift.initialize(
+            model=zero.set_weights_source(on_meta(folder, torch.float32), folder), config=config
+        )[0]
+
+    def whole_first() -> Any:
+        return heavylift.initialize(model=AutoModelForCausalLM.from_pretrained(folder), config=config)[0]
+
+    on_meta(folder, torch.float32)  # imports what it needs
+    first = measure(from_meta)
+    second = measure(whole_first)
+    num_bytes = sum(param.numel() * 4 for param in second.result.module.parameters())
+    return first.peak, second.peak, num_bytes
+
+
+@pytest.mark.soak
+def test_no_rank_ever_holds_the_whole_model(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "large", llama_config(8000, 1280, 2560, 5, 4, 2))  # 94 million parameters
+    for from_meta, whole_first, num_bytes in run_on_fresh_ranks(4, peaks, folder):
+        # a quarter is kept, and while it is read up to twice as much is mapped; the rest are modules imported meanwhile
+        assert from_meta < 0.85 * num_bytes
+        assert whole_first > num_bytes

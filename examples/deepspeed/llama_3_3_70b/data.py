@@ -59,7 +59,7 @@ def make_plan(
     accumulation: int,
     world_size: int,
     device_type: str,
-) -> tuple[BatchPlan, Any | None]:
+) -> tuple[BatchPlan, Any]:
     """What every rank trains on in every step; and the tokenizer, None with random tokens.
 
     Raises UserError for rows, lengths and templates that do not fit.
@@ -67,7 +67,7 @@ def make_plan(
     longest = model_max_length(hf_config)
     if longest is not None and args.max_length > longest:
         raise UserError(f"--max_length {args.max_length}: the model takes {longest} tokens; lower it")
-    tokenizer = None
+    tokenizer: Any = None
     if recipe.data.format != "random":
         resolve_tokenizer_folder(recipe)
         tokenizer = load_tokenizer(recipe)
