@@ -13,6 +13,7 @@ import torch.distributed as dist
 from parity_api.models import MAKERS
 from parity_api.runs import Case, ds_config, masters, train
 from ranks.pool import run_on_fresh_ranks, run_on_ranks
+from torch import nn
 
 import heavylift
 from heavylift.errors import UserError
@@ -250,3 +251,60 @@ def lonely_job(folder: Path) -> str:
 def test_a_save_on_one_rank_alone_does_not_wait_for_ever(tmp_path: Path) -> None:
     message, _ = run_on_fresh_ranks(2, lonely_job, tmp_path)
     assert message.startswith("save_checkpoint: not every rank has called it within 2 s") and "\n" not in message
+
+
+class Tempered(nn.Module):
+    """A learnt temperature without a dimension, used twice, and another that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.inner = nn.Module()
+        self.inner.temperature = self.temperature
+        self.offset = nn.Parameter(torch.tensor(0.1), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) / self.temperature + self.offset * self.inner.temperature).square().mean()
+
+
+def scalars_job(folder: Path) -> dict[str, Any]:
+    torch.manual_seed(8)
+    model = Tempered()
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    config = ds_config(Case("", 3, "none"), dist.get_world_size(), zero_optimization=zero)
+    engine, *_ = heavylift.initialize(model=model, config=config)
+    for _ in range(3):
+        engine.backward(engine(torch.linspace(-1, 1, 40).view(8, 5) + dist.get_rank()))
+        engine.step()
+    engine.save_checkpoint(folder)
+    engine.save_16bit_model(folder)
+    engine.destroy()
+    whole = heavylift.initialize(model=Tempered(), config=ds_config(Case("", 2, "none"), dist.get_world_size()))[0]
+    whole.load_module_state_dict(torch.load(folder / "pytorch_model.bin", weights_only=True))
+    return {name: t.clone() for name, t in whole.module_state_dict().items()}
+
+
+def test_scalars_are_trained_and_written_as_scalars(tmp_path: Path) -> None:
+    from heavylift.api.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    loaded = run_on_ranks(2, scalars_job, tmp_path)[0]
+    torch.manual_seed(8)
+    model = Tempered()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+    for _ in range(3):
+        for rank in range(2):
+            (model(torch.linspace(-1, 1, 40).view(8, 5) + rank) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+    written = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    converted = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    expected = model.state_dict()
+    assert written["temperature"].ndim == written["offset"].ndim == 0
+    assert written.keys() == loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        for found in (written[name], loaded[name], converted.get(name, written[name])):
+            assert found.shape == tensor.shape and torch.allclose(found, tensor, atol=1e-6), name
+    assert {"temperature", "offset", "layer.weight"} <= converted.keys()
+    assert expected["temperature"] != 0.7

@@ -157,8 +157,7 @@ def refusals_job() -> dict[str, str]:
     model(torch.ones(2, 5), torch.ones(2, 1))["loss"].backward()
     stepped.step()
     frozen = make_branches().requires_grad_(False)
-    scalar = make_branches()
-    scalar.register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
+    meta = make_branches().to("meta")
     twice = make_branches()
     config = ds_config(none, 1)
     calls: dict[str, dict[str, Any]] = {
@@ -174,7 +173,7 @@ def refusals_job() -> dict[str, str]:
         "stepped": {"model": model, "optimizer": stepped, "config": config},
         "an odd optimizer": {"model": make_branches(), "optimizer": 3, "config": config},
         "nothing to train": {"model": frozen, "config": config},
-        "a scalar": {"model": scalar, "config": config},
+        "on meta": {"model": meta, "config": config},
         "low precision": {"model": make_branches().bfloat16(), "config": config},
         "a tensor": {"model": make_branches(), "model_parameters": torch.ones(3), "config": config},
         "in two groups": {
@@ -203,7 +202,7 @@ def test_what_cannot_be_done_as_asked_is_said_in_one_line() -> None:
         "stepped": "it has state from earlier steps",
         "an odd optimizer": "optimizer= should be a torch.optim.Optimizer or a function that makes one, got int",
         "nothing to train": "no parameter has requires_grad",
-        "a scalar": "parameter temperature has no dimension",
+        "on meta": "parameter late is on the meta device and has no value",
         "low precision": 'parameters are bfloat16; set "bf16": {"enabled": true}',
         "a tensor": "model_parameters= should be a list of parameters or of groups",
         "in two groups": "a parameter is in more than one group",

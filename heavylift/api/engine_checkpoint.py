@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from heavylift.api import checkpoint
 from heavylift.api.checkpoint_states import load_states, restore_masters, saved_states, steps_taken
 from heavylift.api.engine_state import EngineState
+from heavylift.api.scalars import narrowed
 from heavylift.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class EngineCheckpoint(EngineState):
         }
         training: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
         training["loss_scaler"] = self.loss_scaler.state_dict()
+        training["scalars"] = sorted(self.scalars)
         training["buffers"] = [name for name, t in self._model_tensors() if not isinstance(t, nn.Parameter)]
         if self.optimizer is not None:
             tensors |= saved_states(self.optimizer, self._trained())
@@ -186,7 +188,8 @@ class EngineCheckpoint(EngineState):
             if exclude_frozen_parameters and name in frozen:
                 continue
             whole = isinstance(tensor, DTensor) and self._sharded.stage < 3
-            result[prefix + name] = tensor.full_tensor() if whole else tensor
+            value = tensor.full_tensor() if whole else tensor
+            result[prefix + name] = value.reshape(()) if whole and name in self.scalars else value
         return result
 
     def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True, **_: Any) -> None:
@@ -207,7 +210,8 @@ class EngineCheckpoint(EngineState):
         with torch.no_grad():
             for name in own.keys() & state_dict.keys():
                 given = state_dict[name]
-                part = local_tensor(given) if isinstance(given, DTensor) else own_part(own[name], given)
+                widened = given.reshape(1) if name in self.scalars else given
+                part = local_tensor(given) if isinstance(given, DTensor) else own_part(own[name], widened)
                 local_tensor(own[name]).copy_(part)
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
@@ -227,7 +231,7 @@ class EngineCheckpoint(EngineState):
                 # ranks other than 0 keep nothing but the fact
                 seen[id(source)] = whole.cpu() if self.global_rank == 0 else whole.new_empty(0)
             result[name] = seen[id(source)]
-        return result if self.global_rank == 0 else None
+        return narrowed(result, self.scalars) if self.global_rank == 0 else None
 
     def save_16bit_model(
         self,

@@ -41,6 +41,8 @@ class EngineState(nn.Module):
         self.settings = settings
         self.config: dict[str, Any] = {}
         """The ds_config.json as it was given; empty where `Settings` were."""
+        self.scalars: frozenset[str] = frozenset()
+        """Names of parameters that had no dimension before they were sharded."""
         self.loss_scaler = LossScaler(settings.loss_scale)
         self.training_dataloader: EngineDataLoader | None = None
         self.device = ranks.device

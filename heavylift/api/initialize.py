@@ -76,6 +76,7 @@ def initialize(
         register_optimizer(step_optimizer)
     scheduler = _make_scheduler(lr_scheduler, settings, step_optimizer)
     engine = Engine(prepared.sharded, step_optimizer, scheduler, settings, ranks)
+    engine.scalars = prepared.scalars
     engine.config = {} if isinstance(given, Settings) else read_source(given)[0]
     if settings.stage == 3:
         mark_sharded(module.parameters())

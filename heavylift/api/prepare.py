@@ -20,6 +20,7 @@ from heavylift.api.leaf_modules import keep_leaves_whole
 from heavylift.api.meta_weights import WeightsSource, find_source
 from heavylift.api.partition import forget, open_whole
 from heavylift.api.recompute import is_hugging_face, recompute_layers
+from heavylift.api.scalars import widen_scalars
 from heavylift.config.deepspeed.settings import Precision, Settings
 from heavylift.errors import UserError
 from heavylift.offload.access import find_states
@@ -41,7 +42,8 @@ class PreparedModel:
     sharded: ShardedModel
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
     """Name -> this rank's float32 values of a trainable parameter, flat, on the CPU, where its dtype changed."""
-
+    scalars: frozenset[str] = frozenset()
+    """Names of parameters that had no dimension, and have one element now."""
     source: WeightsSource | None = None
     """Of a model that came on the meta device."""
     rounded: frozenset[str] = frozenset()
@@ -70,10 +72,10 @@ def check_model(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UserError(f"initialize: model= should be a torch.nn.Module, got {type(model).__name__}")
     problems = [
-        f"model: parameter {name} has no dimension, and scalars cannot be sharded; make it a tensor of one element, "
-        "torch.nn.Parameter(x.reshape(1))"
+        f"model: parameter {name} has no dimension, and scalars on the meta device cannot be sharded; make it a tensor "
+        "of one element"
         for name, param in model.named_parameters()
-        if param.ndim == 0
+        if param.ndim == 0 and param.is_meta
     ]
     problems += [
         f"model: parameter {name} is on the meta device and has no value; build the model under heavylift.zero.Init(), "
@@ -100,6 +102,7 @@ def prepare_model(model: nn.Module, settings: Settings, device: torch.device) ->
     source = find_source(model)
     if source is not None:
         return _prepare_on_meta(model, source, settings, device)
+    scalars = widen_scalars(model)
     for buffer in model.buffers():
         broadcast_from_first(buffer, device)
     if settings.buffer_dtype is not None:
@@ -113,7 +116,7 @@ def prepare_model(model: nn.Module, settings: Settings, device: torch.device) ->
     mesh = make_mesh(settings.stage, device.type)
     sharded = shard_model(model, settings.stage, mesh, layers, rounding.prepare)
     rounding.release()
-    return PreparedModel(sharded, rounding.masters)
+    return PreparedModel(sharded, rounding.masters, scalars)
 
 
 @torch.no_grad()

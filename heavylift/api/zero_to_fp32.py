@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from heavylift.api import checkpoint
+from heavylift.api.scalars import narrowed
 from heavylift.errors import EXIT_USER_ERROR, UserError
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -40,6 +41,8 @@ class _Saved:
     """Its key in the checkpoint: of the master where there is one."""
     shape: torch.Size
     saved_dtype: torch.dtype
+    is_scalar: bool
+    """Whether the parameter had no dimension: it is saved with one element."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -134,22 +137,25 @@ def _find(checkpoint_dir: str | Path, tag: str | None) -> Path:
 
 def _saved_tensors(path: Path, exclude_frozen_parameters: bool) -> list[_Saved]:
     shapes = checkpoint.read_shapes(path)
+    training = checkpoint.read_training(path)
     names = [key.removeprefix("model.") for key in shapes if key.startswith("model.")]
     if exclude_frozen_parameters:
-        buffers = set(checkpoint.read_training(path).get("buffers", ()))
+        buffers = set(training.get("buffers", ()))
         names = [name for name in names if f"master.{name}" in shapes or name in buffers]
-    return [_describe(name, shapes) for name in names]
+    scalars = set(training.get("scalars", ()))
+    return [_describe(name, shapes, name in scalars) for name in names]
 
 
-def _describe(name: str, shapes: Mapping[str, TensorStorageMetadata]) -> _Saved:
+def _describe(name: str, shapes: Mapping[str, TensorStorageMetadata], is_scalar: bool) -> _Saved:
     key = f"master.{name}" if f"master.{name}" in shapes else f"model.{name}"
-    return _Saved(name, key, torch.Size(shapes[key].size), shapes[key].properties.dtype)
+    return _Saved(name, key, torch.Size(shapes[key].size), shapes[key].properties.dtype, is_scalar)
 
 
 def _read(path: Path, wanted: Sequence[_Saved]) -> dict[str, torch.Tensor]:
     tensors: dict[str, Any] = {saved.key: torch.empty(saved.shape, dtype=saved.saved_dtype) for saved in wanted}
     dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
-    return {saved.name: tensors[saved.key].to(saved.dtype) for saved in wanted}
+    whole = {saved.name: tensors[saved.key].to(saved.dtype) for saved in wanted}
+    return narrowed(whole, frozenset(saved.name for saved in wanted if saved.is_scalar))
 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path, safe_serialization: bool) -> None:
