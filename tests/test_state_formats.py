@@ -29,16 +29,18 @@ from ranks.schedules import Difference, Disturbance, compare, observe, run, same
 from ranks.sharded import Setup, build, take_step
 from torch import Tensor, nn
 
-from heavylift.config.schema import Schedule, StateFormat, Tier
+from heavylift.config.schema import EngineConfig, Schedule, StateFormat, Tier
 from heavylift.offload.access import find_states
 from heavylift.offload.adamw import AdamWHyper, adamw_step_
 from heavylift.offload.formats import join_masters, low_halves, mark_signs_, rounds_up
 from heavylift.offload.kernels import Kernel, PlainKernel, host_kernel
+from heavylift.offload.noise import noise_bits, noise_of, round_stochastically
 from heavylift.offload.optimizer import TieredAdamW, TieredOptions
 from heavylift.offload.stepping import Operation
 from heavylift.offload.tensors import StepTensors
 
 STEPS = make_steps(5, VOCAB)
+BF16 = torch.bfloat16
 HYPER = AdamWHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=5)
 SPLIT = TieredOptions(state_format=StateFormat.SPLIT)
 
@@ -145,9 +147,166 @@ def test_the_kernel_computes_what_the_twin_does(name: str, isa: str) -> None:
     kernel.close()
 
 
+# ---- moments in bfloat16 --------------------------------------------------------------------------------------------
+
+
+def test_stochastic_rounding_takes_a_neighbour_and_keeps_the_mean() -> None:
+    """Over 2^16 draws: the mean is within five standard deviations; bfloat16 numbers stay; NaN and infinity too."""
+    draws = 2**16
+    bits_of_all = noise_bits(noise_of("weight", 3, 0), draws, torch.device("cpu"))
+    for x in (1.0 + 2**-9, -3.1e-5, 7e30, 1e-39, -(1.0 + 2**-7 - 2**-20)):
+        values = torch.full((draws,), x)
+        rounded = round_stochastically(values, bits_of_all).double()
+        below, above = rounded.min().item(), rounded.max().item()
+        assert below < x < above and set(rounded.unique().tolist()) == {below, above}
+        share = (values[0].double().item() - below) / (above - below)
+        deviation = (above - below) * math.sqrt(share * (1 - share) / draws)
+        assert abs(rounded.mean().item() - values[0].double().item()) < 5 * deviation
+    kept = torch.tensor([0.0, -0.0, 1.0, -(2.0**-133), math.inf, -math.inf, math.nan, 3.3895e38]).bfloat16()
+    ones = torch.full((kept.numel(),), 0xFFFF)
+    assert_same_bits(round_stochastically(kept.float(), ones), kept, "bfloat16 numbers")
+
+
+def test_noise_depends_on_parameter_step_and_element_and_nothing_else() -> None:
+    cpu, n = torch.device("cpu"), 2**16
+    noise = noise_of("a.weight", 7, 1000)
+    whole = noise_bits(noise, n, cpu)
+    assert torch.equal(noise_bits(noise.advanced(123), n - 123, cpu), whole[123:])
+    assert int(whole.min()) >= 0 and int(whole.max()) < 2**32
+    halves = torch.stack([whole & 0xFFFF, whole >> 16]).double()
+    others = [noise_of("a.weight", 8, 1000), noise_of("b.weight", 7, 1000), noise_of("a.weight", 7, 1000 + n)]
+    for other in others:
+        halves = torch.cat([halves, (noise_bits(other, n, cpu) & 0xFFFF).double()[None]])
+    # uniform from 0 to 65535, and uncorrelated: between both halves, steps, parameters, elements, and with the next
+    assert (halves.mean(1) - 65535 / 2).abs().max() < 5 * 65536 / math.sqrt(12 * n)
+    correlation = torch.corrcoef(torch.cat([halves, halves[:1].roll(1, 1)])) - torch.eye(6)
+    assert correlation.abs().max() < 5 / math.sqrt(n), correlation
+
+
+def rounded_state(state: list[Tensor], out_dtype: torch.dtype, first: int) -> StepTensors:
+    master, exp_avg, exp_avg_sq, grad = (t.clone() for t in state)
+    moments = exp_avg.bfloat16(), exp_avg_sq.bfloat16()
+    out = torch.zeros(master.numel(), dtype=out_dtype)
+    return StepTensors(master, *moments, grad, out, StateFormat.BF16, noise_of("weight", 5, first))
+
+
+@needs_kernel
+@each_isa
+def test_the_kernel_rounds_moments_as_the_twin_does(isa: str) -> None:
+    kernels = [PLAIN, host_kernel(True, 1), host_kernel(True, 3)]
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for n, dtype, lr in itertools.product((0, 1, 1025, 70_001), dtypes, (1e-3, 0.0)):
+        results = [rounded_state(draw_state(n, dtype), dtype, 2**32 - 500) for _ in kernels]
+        for kernel, tensors in zip(kernels, results, strict=True):
+            for _ in range(2):
+                kernel.step(tensors, replace(HYPER, lr=lr))
+        for other in results[1:]:
+            for name, tensor in results[0].named().items():
+                assert_same_bits(other.named()[name], tensor, f"{name}, {n=}, {dtype}")
+    special = [rounded_state(special_states(torch.bfloat16), torch.bfloat16, 0) for _ in kernels]
+    for kernel, tensors in zip(kernels, special, strict=True):
+        kernel.step(tensors, HYPER)
+    for name, tensor in special[0].named().items():
+        assert_same_bits(special[2].named()[name], tensor, f"{name}, special values")
+    for kernel in kernels:
+        for name in ("correct", "undo"):
+            with pytest.raises(AssertionError, match="cannot be taken back"):
+                OPERATIONS[name](kernel, rounded_state(draw_state(8, torch.float32), torch.float32, 0), HYPER)
+        kernel.close()
+
+
+def test_a_second_moment_decays_on_average_and_would_stand_still_rounded_to_nearest() -> None:
+    n, steps = 4096, 300
+    grad, master = torch.zeros(n), torch.zeros(n)
+    start = torch.linspace(1, 2, n).bfloat16()
+    tensors = StepTensors(master, torch.zeros(n).bfloat16(), start.clone(), grad, None, StateFormat.BF16, None)
+    nearest = start.clone()
+    for step in range(1, steps + 1):
+        adamw_step_(replace(tensors, noise=noise_of("weight", step, 0)), replace(HYPER, step=step))
+        nearest = (nearest.float() * HYPER.beta2).bfloat16()
+    expected = start.double().mean().item() * HYPER.beta2**steps
+    assert tensors.exp_avg_sq.double().mean().item() == pytest.approx(expected, rel=5e-3)
+    assert torch.equal(nearest, start)
+
+
+def bf16_job(folder: Path, setup: Setup) -> list[tuple[str, Difference, tuple[bool, ...]]]:
+    """bfloat16 moments: every schedule and division of the work beside the synchronous step with all on the host."""
+    disturbance = Disturbance(host_step_s=0.001, bad="late", at=2)
+    reference = run(folder, setup, STEPS, disturbance)
+    found = []
+    for change in (
+        {"schedule": "deferred"},
+        {"schedule": "auto", "ratio": 0.37},
+        {"ratio": 0.81, "native": False},
+        {"tier": "device"},
+    ):
+        other = run(folder, replace(setup, **change), STEPS, disturbance)
+        found.append((str(change), compare(other, reference), tuple(other.speculated)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "setup"),
+    [
+        (1, Setup(state_format="bf16", dtype=BF16, two_groups=True)),
+        (2, Setup(state_format="bf16", stage=2, clip=0.05)),
+        (2, Setup(state_format="bf16", dtype=BF16, stage=3, accumulation=2)),
+    ],
+    ids=["1", "2-float32-clipped", "2-accumulated"],
+)
+def test_bf16_moments_do_not_depend_on_tier_schedule_or_kernel(world: int, setup: Setup, odd_llama: Path) -> None:
+    for rank in run_on_ranks(world, bf16_job, odd_llama, setup):
+        for name, difference, speculated in rank:
+            assert difference.tensors == () and not difference.losses, (name, difference)
+            assert not any(speculated), "a step taken too early could not be taken back"
+
+
+def elements_job(folder: Path) -> dict[str, tuple[int, int]]:
+    """Of each parameter: index of this rank's first element in the whole, and how many it has."""
+    engine = build(folder, Setup(stage=3))
+    engine.optimizer.close()
+    return {s.name: (s.first, s.numel) for group in engine.optimizer.groups for s in group.segments}
+
+
+def test_an_element_has_its_number_on_any_number_of_ranks(odd_llama: Path) -> None:
+    (whole,) = run_on_ranks(1, elements_job, odd_llama)
+    ranks = run_on_ranks(2, elements_job, odd_llama)
+    for name, (first, numel) in whole.items():
+        assert first == 0
+        (start, half), (second, rest) = (rank[name] for rank in ranks)
+        assert start == 0 and (second == half or rest == 0) and half + rest == numel, name
+    assert all(rank["model.embed_tokens.weight"][1] > 0 for rank in ranks)
+
+
+def losses_job(folder: Path, setup: Setup, num_steps: int) -> list[float]:
+    """Losses over the same few batches again and again."""
+    engine = build(folder, setup)
+    losses = [take_step(engine, STEPS[step % 3]).loss for step in range(num_steps)]
+    engine.optimizer.close()
+    return losses
+
+
+def test_bf16_moments_train_as_well(odd_llama: Path) -> None:
+    """Overfitting three batches: the losses end within a few percent of those with float32 states."""
+    setup = Setup(lr=3e-3, clip=1.0)
+    exact, rounded = (
+        run_on_ranks(1, losses_job, odd_llama, replace(setup, state_format=name), 90)[0] for name in ("fp32", "bf16")
+    )
+    assert exact[-1] < 0.7 * exact[0]
+    assert rounded[-3:] == pytest.approx(exact[-3:], rel=0.03)
+    assert rounded != exact
+
+
+@pytest.mark.parametrize("schedule", ["speculative", "immediate"])
+def test_bf16_moments_refuse_schedules_that_may_have_to_revise(schedule: str) -> None:
+    with pytest.raises(ValueError, match=f"schedule {schedule} has taken too early cannot be taken back"):
+        TieredOptions(Tier.HOST, schedule=Schedule(schedule), state_format=StateFormat.BF16)
+    with pytest.raises(ValueError, match=f"that {schedule} has taken too early cannot be taken back"):
+        EngineConfig(schedule=Schedule(schedule), state_format=StateFormat.BF16)
+
+
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
-BF16 = torch.bfloat16
 SETTINGS = [
     (1, Setup(dtype=BF16, clip=0.05), "late"),
     (2, Setup(dtype=BF16, clip=1e6, two_groups=True), "late"),
@@ -196,7 +355,10 @@ def resume_job(folder: Path, formats: tuple[str, str]) -> list[str]:
     return list(compare(*outcomes).tensors)
 
 
-@pytest.mark.parametrize("formats", list(itertools.product(("fp32", "split"), repeat=2)), ids="-to-".join)
+ACROSS = [*itertools.product(("fp32", "split"), repeat=2), ("bf16", "bf16")]
+
+
+@pytest.mark.parametrize("formats", ACROSS, ids="-to-".join)
 def test_a_state_dict_knows_no_format(formats: tuple[str, str], odd_llama: Path) -> None:
     for different in run_on_ranks(2, resume_job, odd_llama, formats):
         assert different == []
@@ -220,7 +382,7 @@ def step(model: nn.Module, optimizer: TieredAdamW) -> None:
 @pytest.mark.parametrize("options", [SPLIT, replace(SPLIT, tier=Tier.HOST), replace(SPLIT, tier=Tier.HOST, ratio=0.4)])
 def test_writes_from_outside_are_followed_as_in_fp32(options: TieredOptions) -> None:
     results = []
-    for state_format in StateFormat:
+    for state_format in (StateFormat.FP32, StateFormat.SPLIT):
         model, optimizer = small(replace(options, state_format=state_format))
         step(model, optimizer)
         with torch.no_grad():

@@ -1,6 +1,7 @@
 """Memory of the tiers: what the plan says is what is allocated, it stays so, and ranks share it.
 
-Formulas: 12 bytes per element of float32 states (master, exp_avg, exp_avg_sq), 10 split, 4 more for an accumulator; two
+Formulas: 12 bytes per element of float32 states (master, exp_avg, exp_avg_sq), 10 split, 8 with
+bfloat16 moments, 4 more for an accumulator; two
 staging slots with the updated parameters of the largest group, and its gradients once (synchronous step) or those of
 all groups (overlapped schedules).
 """
@@ -93,6 +94,7 @@ SETUPS = {
     "stage0": Setup(stage=0),
     "overlapped": Setup(schedule="deferred"),
     "split": Setup(dtype=torch.bfloat16, state_format="split"),
+    "bf16_moments": Setup(state_format="bf16", ratio=0.6),
     "split_accumulation_part": Setup(dtype=torch.bfloat16, state_format="split", ratio=0.37, accumulation=2),
     "overlapped_bfloat16_part": Setup(schedule="auto", ratio=0.37, dtype=torch.bfloat16),
     "overlapped_accumulation": Setup(schedule="auto", accumulation=2),
@@ -103,7 +105,7 @@ SETUPS = {
 def test_allocation_is_the_plan_and_the_formula(name: str, small: Path) -> None:
     setup, world = SETUPS[name], 2
     share = 0.0 if setup.tier == "device" else setup.ratio
-    state_bytes = {"fp32": 12, "split": 10}[setup.state_format] + (4 if setup.accumulation > 1 else 0)
+    state_bytes = {"fp32": 12, "split": 10, "bf16": 8}[setup.state_format] + (4 if setup.accumulation > 1 else 0)
     param_bytes = setup.dtype.itemsize
     grad_bytes = 4 if setup.accumulation > 1 else param_bytes
     for rank in run_on_ranks(world, usage_job, small, setup):

@@ -45,6 +45,13 @@ class StateFormat(StrEnum):
     """Master and moments in float32: 12 bytes per parameter."""
     SPLIT = "split"
     """The master as the bfloat16 parameter and the 16 bits that complete it: 10 bytes, the same bits."""
+    BF16 = "bf16"
+    """Moments in bfloat16, rounded stochastically: 8 bytes; close to float32, not equal."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether results are those of float32 states to the bit."""
+        return self is not StateFormat.BF16
 
 
 def _tier_synonyms(value: Any) -> Any:
@@ -254,11 +261,20 @@ class EngineConfig(Section):
     strikes; `auto` chooses between the last two and `deferred`."""
     state_format: StateFormat = StateFormat.FP32
     """How optimizer states are stored: `fp32` (12 bytes per parameter); `split` (10 bytes, the same results to the bit;
-    needs bfloat16 parameters)."""
+    needs bfloat16 parameters); `bf16` (8 bytes: moments in bfloat16, rounded stochastically)."""
     cpu_threads: Annotated[Int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
     """Threads per process of the CPU optimizer step. `auto`: the allowed cores over the processes of this machine."""
     native_kernel: bool = True
     """Use the compiled CPU kernel; false takes its plain PyTorch twin (slower, the same bits)."""
+
+    @model_validator(mode="after")
+    def _check_format(self) -> Self:
+        if not self.state_format.is_exact and self.schedule in (Schedule.IMMEDIATE, Schedule.SPECULATIVE):
+            raise ValueError(
+                f"schedule: a step that {self.schedule} has taken too early cannot be taken back with state_format "
+                f"{self.state_format}; choose auto, deferred or synchronous"
+            )
+        return self
 
     @property
     def keys_without_effect(self) -> list[str]:

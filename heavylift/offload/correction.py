@@ -59,6 +59,11 @@ def clipped_scale(hyper: AdamWHyper, coefficient: float) -> float:
     return replace(hyper, grad_scale=hyper.grad_scale * coefficient).scalars().grad_scale
 
 
+def check_exact(tensors: StepTensors) -> None:
+    """Assert that the states after the step are those that it computed."""
+    assert tensors.state_format.is_exact, f"with {tensors.state_format} states a step cannot be taken back"
+
+
 def check_undo(hyper: AdamWHyper) -> None:
     """Assert that nothing of the state before the step is lost altogether: see `adamw_undo_`."""
     assert hyper.step == 1 or (hyper.beta1 > 0 and hyper.beta2 > 0), (
@@ -81,6 +86,7 @@ def adamw_correct_(tensors: StepTensors, hyper: AdamWHyper, coefficient: float) 
     Raises AssertionError for tensors that do not fit.
     """
     scalars, clipped = correction_scalars(hyper), clipped_scale(hyper, coefficient)
+    check_exact(tensors)
     for_each_chunk(tensors, _CHUNK_CPU, _CHUNK_DEVICE, lambda part: _correct_chunk_(part, scalars, clipped))
 
 
@@ -93,6 +99,7 @@ def adamw_undo_(tensors: StepTensors, hyper: AdamWHyper) -> None:
     trace, though it would not have mattered either), nor for lr * weight_decay of 1: AssertionError.
     """
     check_undo(hyper)
+    check_exact(tensors)
     scalars = correction_scalars(hyper)
     for_each_chunk(tensors, _CHUNK_CPU, _CHUNK_DEVICE, lambda part: _undo_chunk_(part, scalars))
 

@@ -6,6 +6,9 @@
           masters in the middle between r and its neighbours both round to an even r and have the same low bits. What
           is missing is one bit, whether the rounding went up, and the sign of exp_avg_sq, which is never negative,
           has room for it.
+`bf16`    master in float32, moments in bfloat16: 8 bytes per parameter. Rounded to nearest, a second moment would stand
+          still: at beta2 0.999 a step changes it by less than half of bfloat16's spacing. Stochastic rounding keeps its
+          mean. The step itself computes with the moments before they are rounded.
 
 This is the specification in plain PyTorch, on any device; `native/formats.h` is its compiled twin.
 """
@@ -20,11 +23,13 @@ import torch
 from torch import Tensor
 
 from heavylift.config.schema import StateFormat
+from heavylift.offload.noise import noise_bits, round_stochastically
 from heavylift.offload.tensors import StepTensors
 
 STORED_DTYPES: dict[StateFormat, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
     StateFormat.FP32: (torch.float32, torch.float32, torch.float32),
     StateFormat.SPLIT: (torch.int16, torch.float32, torch.float32),
+    StateFormat.BF16: (torch.float32, torch.bfloat16, torch.bfloat16),
 }
 """In what dtypes master, exp_avg and exp_avg_sq are kept; with `split` the first is the low half of the master."""
 
@@ -72,6 +77,14 @@ def unpacked(tensors: StepTensors) -> Iterator[StepTensors]:
     at the beginning (formats that need them) and the rounded masters at the end."""
     if tensors.state_format is StateFormat.FP32:
         yield tensors
+        return
+    if tensors.state_format is StateFormat.BF16:
+        assert tensors.noise is not None
+        exp_avg, exp_avg_sq = tensors.exp_avg.float(), tensors.exp_avg_sq.float()
+        yield replace(tensors, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, state_format=StateFormat.FP32, noise=None)
+        bits = noise_bits(tensors.noise, exp_avg.numel(), exp_avg.device)
+        tensors.exp_avg.copy_(round_stochastically(exp_avg, bits))
+        tensors.exp_avg_sq.copy_(round_stochastically(exp_avg_sq, bits >> 16))
         return
     assert tensors.param_out is not None
     master = join_masters(tensors.param_out, tensors.master, tensors.exp_avg_sq)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from heavylift.offload.gates import Gate
 
@@ -28,6 +29,8 @@ class Segment:
     """First element in the group's flat layout."""
     numel: int
     """Elements of the shard on this rank, without padding; 0 on ranks that got nothing."""
+    first: int = 0
+    """Index of the shard's first element in the whole parameter."""
     num_steps: int = 0
     """Optimizer steps that this parameter has taken: it takes none when it has no gradient (as torch.optim does)."""
     seen: tuple[int, int, int] | None = None
@@ -128,6 +131,14 @@ def padded_numel(param: torch.Tensor) -> int:
     return -(-param.shape[0] // num_shards(param)) * math.prod(param.shape[1:])
 
 
+def first_element(param: torch.Tensor) -> int:
+    """Index of this rank's first element in the whole parameter, flat."""
+    if not isinstance(param, DTensor):
+        return 0
+    _, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return sum(offset * math.prod(param.shape[axis + 1 :]) for axis, offset in enumerate(offsets))
+
+
 def num_shards(param: torch.Tensor) -> int:
     """Ranks that a parameter is sharded over."""
     if not isinstance(param, DTensor):
@@ -141,7 +152,7 @@ def make_group(name: str, params: Iterable[tuple[str, nn.Parameter]], module: nn
     start = 0
     for param_name, param in params:
         if param.requires_grad:
-            segments.append(Segment(param_name, param, start, local_tensor(param).numel()))
+            segments.append(Segment(param_name, param, start, local_tensor(param).numel(), first_element(param)))
             start += padded_numel(param)
     if not segments:
         return None

@@ -63,6 +63,11 @@ class TieredOptions:
             raise ValueError(
                 f"schedule immediate knows no clipping: expected max_grad_norm 0, got {self.max_grad_norm}"
             )
+        if not self.state_format.is_exact and self.schedule in (Schedule.IMMEDIATE, Schedule.SPECULATIVE):
+            raise ValueError(
+                f"with state format {self.state_format} a step that schedule {self.schedule} has taken too early "
+                "cannot be taken back: choose auto, deferred or synchronous"
+            )
 
     @property
     def overlapped(self) -> bool:
@@ -295,7 +300,8 @@ class TieredAdamW(torch.optim.Optimizer):
         recoverable = all(beta > 0 for pg in self.param_groups for beta in pg["betas"])
         # taking a step back is exact but for rounding: nothing that `auto` does where overflows are ordinary
         overflows = self._grad_scale != 1 or any(group.dtype == torch.float16 for group in self.groups)
-        if overflows and self.options.schedule is Schedule.AUTO:
+        rounded = not self.options.state_format.is_exact
+        if (overflows or rounded) and self.options.schedule is Schedule.AUTO:
             return False
         return self.policy.speculates and recoverable
 

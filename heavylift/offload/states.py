@@ -14,6 +14,7 @@ import torch
 from heavylift.config.schema import StateFormat, Tier
 from heavylift.offload.formats import STORED_DTYPES, join_masters, low_halves, mark_signs_, rounds_up
 from heavylift.offload.groups import Group, Segment
+from heavylift.offload.noise import noise_of
 from heavylift.offload.tensors import StepTensors
 from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
 
@@ -53,10 +54,17 @@ class Part:
         offset = self.start - segment.start
         return slice(where.start + offset, where.stop + offset)
 
-    def step_tensors(self, where: slice, grad: torch.Tensor, param_out: torch.Tensor) -> StepTensors:
-        """The states of a range of the part beside its gradient and where the new parameters go, flat and as long."""
+    def step_tensors(
+        self, where: slice, grad: torch.Tensor, param_out: torch.Tensor, first: Segment, step: int
+    ) -> StepTensors:
+        """The states of a range of the part beside its gradient and where the new parameters go, flat and as long.
+
+        `first`: the segment that lies at the beginning of the range (with `bf16` all over it); `step`: its count."""
         states = self.master[where], self.exp_avg[where], self.exp_avg_sq[where]
-        return StepTensors(*states, grad, param_out, self.state_format)
+        noise = None
+        if self.state_format is StateFormat.BF16:
+            noise = noise_of(first.name, step, first.first + self.start + where.start - first.start)
+        return StepTensors(*states, grad, param_out, self.state_format, noise)
 
     def read(self, name: str, segment: Segment) -> torch.Tensor:
         """A state of the segment's range in this part, float32, on the part's tier: a view where it is stored so."""
@@ -66,7 +74,9 @@ class Part:
             param = segment.shard()[self.overlap_in_segment(segment)].to(self.master.device)
             return join_masters(param, self.master[where], self.exp_avg_sq[where])
         stored = self._stored(name)[where]
-        return stored.abs() if self.state_format is StateFormat.SPLIT and name == "exp_avg_sq" else stored
+        if self.state_format is StateFormat.SPLIT and name == "exp_avg_sq":
+            return stored.abs()
+        return stored.float()
 
     def write(self, name: str, segment: Segment, values: torch.Tensor) -> None:
         """Sets a state from `values`: the whole shard of the segment, flat, any float dtype and device. Who sets a

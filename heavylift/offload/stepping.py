@@ -107,7 +107,8 @@ class PartStepper:
                 whole = step.segment.grad()
                 assert whole is not None, f"{step.segment.name} has no gradient"
                 grad = whole[inside]
-            self.device.step(part.step_tensors(where, grad, step.segment.shard()[inside]), step.hyper)
+            param = step.segment.shard()[inside]
+            self.device.step(part.step_tensors(where, grad, param, step.segment, step.hyper.step), step.hyper)
 
     def step_host_part(
         self,
@@ -128,8 +129,9 @@ class PartStepper:
         if part.state_format is StateFormat.SPLIT:
             self._params_to_slot(part, steps, slot)
         with self.timeline.measure(Activity.ADAMW, name if operation is Operation.STEP else f"{name} ({operation})"):
-            for run, hyper in runs(part, steps):
-                tensors = part.step_tensors(run, grads_host[run], slot.param_host[run])
+            for run, first in runs(part, steps):
+                hyper = first.hyper
+                tensors = part.step_tensors(run, grads_host[run], slot.param_host[run], first.segment, hyper.step)
                 if operation is Operation.STEP:
                     self.host.step(tensors, hyper)
                 elif operation is Operation.CORRECT:
@@ -165,19 +167,21 @@ class PartStepper:
                 streams.d2h.record_event().synchronize()
 
 
-def runs(part: Part, steps: Sequence[SegmentStep]) -> Iterator[tuple[slice, AdamWHyper]]:
-    """Neighbouring segments with the same hyperparameters as one range: fewer, longer kernel calls."""
+def runs(part: Part, steps: Sequence[SegmentStep]) -> Iterator[tuple[slice, SegmentStep]]:
+    """Neighbouring segments with the same hyperparameters as one range, with the first of their steps: fewer, longer
+    kernel calls. Segment by segment where each has noise of its own."""
     run: slice | None = None
-    run_hyper: AdamWHyper | None = None
+    first: SegmentStep | None = None
+    merges = part.state_format is not StateFormat.BF16
     for step in steps:
         where = part.overlap(step.segment)
         if where is None:
             continue
-        if run is not None and run.stop == where.start and step.hyper == run_hyper:
+        if merges and run is not None and first is not None and run.stop == where.start and step.hyper == first.hyper:
             run = slice(run.start, where.stop)
             continue
-        if run is not None and run_hyper is not None:
-            yield run, run_hyper
-        run, run_hyper = where, step.hyper
-    if run is not None and run_hyper is not None:
-        yield run, run_hyper
+        if run is not None and first is not None:
+            yield run, first
+        run, first = where, step
+    if run is not None and first is not None:
+        yield run, first

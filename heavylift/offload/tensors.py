@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from heavylift.config.schema import StateFormat
+from heavylift.offload.noise import Noise
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes of gradients and parameters beside float32."""
@@ -27,7 +28,9 @@ class StepTensors:
     """float32, bfloat16 or float16 [n], receives the new master rounded to nearest even; None: nobody wants it."""
     state_format: StateFormat = StateFormat.FP32
     """How the states are stored, see `heavylift.offload.formats`. `split`: `master` is int16, and `param_out` bfloat16,
-    which holds the parameters before the step, too."""
+    which holds the parameters before the step, too. `bf16`: the moments are bfloat16."""
+    noise: Noise | None = None
+    """What rounds bfloat16 moments; None with other formats."""
 
     def named(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
@@ -38,7 +41,8 @@ class StepTensors:
         """Views of a range of elements."""
         out = None if self.param_out is None else self.param_out[where]
         states = self.master[where], self.exp_avg[where], self.exp_avg_sq[where]
-        return StepTensors(*states, self.grad[where], out, self.state_format)
+        noise = None if self.noise is None else self.noise.advanced(where.start)
+        return StepTensors(*states, self.grad[where], out, self.state_format, noise)
 
     def check(self) -> None:
         """Assert shapes, dtypes and the common device."""
@@ -49,12 +53,16 @@ class StepTensors:
                 f"{name} has shape {tuple(tensor.shape)}, master {tuple(master.shape)}"
             )
             assert tensor.device == master.device, f"{name} is on {tensor.device}, master on {master.device}"
-        assert self.state_format is StateFormat.FP32 or self.param_out is not None, "split masters need the parameters"
+        split, rounded = (self.state_format is other for other in (StateFormat.SPLIT, StateFormat.BF16))
+        assert not split or self.param_out is not None, "split masters need the parameters"
+        assert rounded == (self.noise is not None), f"{self.state_format} and {self.noise}"
 
     def _dtypes_of(self, name: str) -> tuple[torch.dtype, ...]:
         split = self.state_format is StateFormat.SPLIT
         if name == "master" and split:
             return (torch.int16,)
         if name == "param_out" and split:
+            return (torch.bfloat16,)
+        if name in ("exp_avg", "exp_avg_sq") and self.state_format is StateFormat.BF16:
             return (torch.bfloat16,)
         return (torch.float32, *LOW_PRECISION) if name in ("grad", "param_out") else (torch.float32,)

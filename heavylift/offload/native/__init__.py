@@ -12,7 +12,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Sequence
-from ctypes import CDLL, POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import CDLL, POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from dataclasses import astuple, fields
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +23,11 @@ from torch import Tensor
 
 from heavylift.config.schema import StateFormat
 from heavylift.offload.adamw import AdamWHyper, AdamWScalars
-from heavylift.offload.correction import check_undo, clipped_scale, correction_scalars
+from heavylift.offload.correction import check_exact, check_undo, clipped_scale, correction_scalars
 from heavylift.offload.tensors import StepTensors
 
 LIBRARY_NAME = "_adamw.so"
-_ABI = 3
+_ABI = 4
 """`hl_abi()` of the library that goes with this file."""
 
 _log = logging.getLogger(__name__)
@@ -37,10 +37,13 @@ class _CTensors(Structure):
     """`StepTensors` of native/step.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("master", "master_low", "exp_avg", "exp_avg_sq", "grad", "out")),
+        *((name, c_void_p) for name in ("master", "master_low", "exp_avg", "exp_avg_sq", "exp_avg_16")),
+        *((name, c_void_p) for name in ("exp_avg_sq_16", "grad", "out")),
         ("n", c_int64),
         ("grad_type", c_int32),
         ("out_type", c_int32),
+        ("noise_key", c_uint32),
+        ("noise_first", c_uint32),
     ]
 
 
@@ -162,6 +165,7 @@ class NativeKernel:
 
     def adamw_correct_(self, pool: ThreadPool, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """`heavylift.offload.correction.adamw_correct_` bit for bit; tensors and errors as in `adamw_step_`."""
+        check_exact(tensors)
         more = correction_scalars(hyper)
         correction = _CCorrection(more.inverse_beta1, clipped_scale(hyper, coefficient), more.first_step)
         self._library.hl_correct_step(pool.handle, _c_tensors(tensors), _CFactors(*astuple(more.step)), correction)
@@ -169,6 +173,7 @@ class NativeKernel:
     def adamw_undo_(self, pool: ThreadPool, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """`heavylift.offload.correction.adamw_undo_` bit for bit; tensors and errors as in `adamw_step_`."""
         check_undo(hyper)
+        check_exact(tensors)
         more = correction_scalars(hyper)
         correction = _CCorrection(more.inverse_beta1, 0.0, more.first_step)
         self._library.hl_undo_step(pool.handle, _c_tensors(tensors), _CFactors(*astuple(more.step)), correction)
@@ -207,17 +212,22 @@ def _c_tensors(tensors: StepTensors) -> _CTensors:
     tensors.check()
     _check_host(*tensors.named().values())
     _check_disjoint(*tensors.named().values())
+    noise = tensors.noise
     out, split = tensors.param_out, tensors.state_format is StateFormat.SPLIT
     return _CTensors(
         master=None if split else tensors.master.data_ptr(),
         master_low=tensors.master.data_ptr() if split else None,
-        exp_avg=tensors.exp_avg.data_ptr(),
-        exp_avg_sq=tensors.exp_avg_sq.data_ptr(),
+        exp_avg=None if noise else tensors.exp_avg.data_ptr(),
+        exp_avg_sq=None if noise else tensors.exp_avg_sq.data_ptr(),
+        exp_avg_16=tensors.exp_avg.data_ptr() if noise else None,
+        exp_avg_sq_16=tensors.exp_avg_sq.data_ptr() if noise else None,
         grad=tensors.grad.data_ptr(),
         out=None if out is None else out.data_ptr(),
         n=tensors.master.numel(),
         grad_type=_type_of(tensors.grad),
         out_type=_TYPES[torch.float32] if out is None else _type_of(out),
+        noise_key=noise.key if noise else 0,
+        noise_first=noise.first % 2**32 if noise else 0,
     )
 
 

@@ -244,7 +244,7 @@ struct SumChunks {
 // ---- the C API: pointers are host memory, n counts elements, `pool` comes from hl_pool_create -------------------
 
 // Changes with every structure and signature here: a library left over from another version must not be called.
-HL_API int hl_abi() { return 3; }
+HL_API int hl_abi() { return 4; }
 
 HL_API const char *hl_isa() { return current().name; }
 

@@ -17,8 +17,14 @@ HL_INLINE StepTensors from_element(const StepTensors &tensors, int64_t start) {
   StepTensors moved = tensors;
   if (tensors.master != nullptr) moved.master += start;
   if (tensors.master_low != nullptr) moved.master_low += start;
-  moved.exp_avg += start;
-  moved.exp_avg_sq += start;
+  if (tensors.exp_avg != nullptr) {
+    moved.exp_avg += start;
+    moved.exp_avg_sq += start;
+  } else {
+    moved.exp_avg_16 += start;
+    moved.exp_avg_sq_16 += start;
+  }
+  moved.noise_first += uint32_t(start);
   moved.grad = static_cast<const char *>(tensors.grad) + start * bytes_of(tensors.grad_type);
   if (tensors.out != nullptr) moved.out = static_cast<char *>(tensors.out) + start * bytes_of(tensors.out_type);
   return moved;
@@ -49,11 +55,46 @@ HL_INLINE void split_masters(const StepTensors &split, const float *__restrict m
   }
 }
 
+HL_INLINE void unpack_moments(const StepTensors &rounded, float *__restrict exp_avg, float *__restrict exp_avg_sq,
+                              int64_t n) {
+  for (int64_t i = 0; i < n; ++i) exp_avg[i] = to_float(rounded.exp_avg_16[i]);
+  for (int64_t i = 0; i < n; ++i) exp_avg_sq[i] = to_float(rounded.exp_avg_sq_16[i]);
+}
+
+// The 32 random bits of an element, from its index.
+HL_INLINE uint32_t noise_bits(uint32_t key, uint32_t index) {
+  uint32_t x = index * 0x9e3779b9u + key;
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  return x ^ x >> 16;
+}
+
+HL_INLINE void store_stochastically(bf16 *out, float x, uint32_t random_16) {
+  bf16 nearest;
+  store(&nearest, x);
+  const uint32_t bits = bits_of(x);
+  const bool finite = (bits & 0x7fffffffu) < 0x7f800000u;
+  out->bits = uint16_t(select_bits(finite, (bits + random_16) >> 16, nearest.bits));
+}
+
+HL_INLINE void pack_moments(const StepTensors &rounded, const float *__restrict exp_avg,
+                            const float *__restrict exp_avg_sq, int64_t n) {
+  bf16 *__restrict first = rounded.exp_avg_16;
+  bf16 *__restrict second = rounded.exp_avg_sq_16;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = noise_bits(rounded.noise_key, rounded.noise_first + uint32_t(i));
+    store_stochastically(first + i, exp_avg[i], bits & 0xffffu);
+    store_stochastically(second + i, exp_avg_sq[i], bits >> 16);
+  }
+}
+
 template <class Kind, class Job>
 HL_INLINE void body_by_format(const Job &job, int64_t begin, int64_t end) {
-  alignas(64) float master[kBlock];
-  const bool split = job.tensors.master_low != nullptr;
-  const int64_t block = split ? kBlock : end - begin;
+  alignas(64) float master[kBlock], exp_avg[kBlock], exp_avg_sq[kBlock];
+  const bool split = job.tensors.master_low != nullptr, rounded = job.tensors.exp_avg_16 != nullptr;
+  const int64_t block = split || rounded ? kBlock : end - begin;
   for (int64_t start = begin; start < end; start += block) {
     const int64_t n = end - start < block ? end - start : block;
     const StepTensors stored = from_element(job.tensors, start);
@@ -63,8 +104,14 @@ HL_INLINE void body_by_format(const Job &job, int64_t begin, int64_t end) {
       join_masters(stored, master, n);
       plain.tensors.master = master;
     }
+    if (rounded) {
+      unpack_moments(stored, exp_avg, exp_avg_sq, n);
+      plain.tensors.exp_avg = exp_avg;
+      plain.tensors.exp_avg_sq = exp_avg_sq;
+    }
     body_by_types<Kind>(plain, 0, n);
     if (split) split_masters(stored, master, n);
+    if (rounded) pack_moments(stored, exp_avg, exp_avg_sq, n);
   }
 }
 

@@ -12,11 +12,13 @@ namespace {
 struct StepTensors {
   float *master;  // null where they are split
   uint16_t *master_low;
-  float *exp_avg, *exp_avg_sq;
+  float *exp_avg, *exp_avg_sq;  // null where they are bf16
+  bf16 *exp_avg_16, *exp_avg_sq_16;
   const void *grad;
   void *out;  // null: nobody wants the parameters
   int64_t n;
   int32_t grad_type, out_type;
+  uint32_t noise_key, noise_first;  // of bf16 moments: heavylift/offload/noise.py
 };
 
 // AdamWHyper.scalars()
