@@ -1,8 +1,10 @@
 """Methods of a user's module other than `forward`, called through the engine: `engine.sample(x)`, `engine.loss_of(y)`.
 
-They may use parameters, which lie there as shards: FSDP2 gathers them around the call as around a forward, so that
-gradients flow from it too. What a method writes into gathered parameters would be lost; that is noticed and raised.
-Left out: methods of `nn.Module` and of transformers, which come to their parameters through `forward`.
+They may use parameters, which lie there as shards: FSDP2 gathers them around a call that is given tensors, as around a
+forward, so that gradients flow from it too. What a method writes into gathered parameters would be lost; that is
+noticed and raised. A call without tensors (`engine.clip_weights()`, or a report that only rank 0 makes) gathers nothing
+and sees the shards. Left out: methods of `nn.Module` and of transformers, which come to their parameters through
+`forward`.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from heavylift.errors import UserError
 
-_OTHERS = ("torch.", "transformers.", "transformers_modules.")
+_OTHERS = ("torch.", "transformers.", "transformers_modules.", "peft.")
 
 
 def is_users_method(module: nn.Module, value: Any) -> bool:
@@ -54,7 +58,8 @@ def gathered_around(
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
+        has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
         with around():
-            return gathering(*args, **kwargs)
+            return gathering(*args, **kwargs) if has_tensors else method(*args, **kwargs)
 
     return run
