@@ -7,16 +7,26 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import command_env, heavylift_command
-from ranks.pool import run_on_fresh_ranks
+from ranks.pool import _Pool
 
 SCRIPTS = Path(__file__).parent / "ds_scripts"
 Report = dict[str, Any]
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Run]:
+    """Two processes for all of these tests, in which nothing of Hugging Face has been imported before `install()`."""
+    pool = _Pool(2)
+    yield lambda job, *args: pool.run(job, args, 240)
+    pool.close()
 
 
 def run_script(name: str, *arguments: str) -> None:
@@ -63,10 +73,10 @@ def plain_losses(num_epochs: int) -> list[float]:
     return losses
 
 
-def test_small_images_train_as_in_torch(tmp_path: Path) -> None:
+def test_small_images_train_as_in_torch(tmp_path: Path, two_ranks: Run) -> None:
     """Losses of two ranks against those of plain torch on one: 1e-5 in float32, 2e-2 in bfloat16."""
     runs = [("--stage", "0", "-e", "4"), ("--stage", "3"), ("--stage", "2", "--dtype", "bf16")]
-    run_on_fresh_ranks(2, images_job, tmp_path, runs)
+    two_ranks(images_job, tmp_path, runs)
     reports: list[Report] = [json.loads((tmp_path / f"{index}.json").read_text()) for index in range(3)]
     expected = plain_losses(4)
     assert reports[0]["losses"] == pytest.approx(expected, abs=1e-5)
@@ -96,14 +106,14 @@ def words_job(folder: Path, runs: list[tuple[str, ...]]) -> None:
         run_script("masked_words.py", "--checkpoint_dir", str(folder), *arguments)
 
 
-def test_masked_words_train_and_resume(tmp_path: Path) -> None:
+def test_masked_words_train_and_resume(tmp_path: Path, two_ranks: Run) -> None:
     """zero.Init, an optimizer of the script on the host, safe_get_*, checkpoints. Resumed: equal to the bit."""
     runs = [
         ("--report", "whole.json"),
         ("--report", "resumed.json", "--load_checkpoint_dir", str(tmp_path), "--checkpoint_every", "0"),
         ("--report", "stage2.json", "--stage", "2", "--checkpoint_every", "0"),
     ]
-    run_on_fresh_ranks(2, words_job, tmp_path, runs)
+    two_ranks(words_job, tmp_path, runs)
     whole, resumed, stage2 = (json.loads((tmp_path / r[1]).read_text()) for r in runs)
     assert len(whole["losses"]) == 24 and whole["losses"][-1] < whole["losses"][0] - 0.3
     assert resumed["losses"] == whole["losses"][12:]

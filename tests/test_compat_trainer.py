@@ -13,13 +13,14 @@ import os
 import runpy
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from ranks.models import save_odd_llama
-from ranks.pool import run_on_fresh_ranks
+from ranks.pool import _Pool
 
 # not `importorskip`: the ranks import this module, and accelerate must come after `install()`
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
@@ -33,6 +34,7 @@ AUTO = {
     "bf16": {"enabled": "auto"},
 }
 ADAMW = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+ADAMW_3E4 = {"type": "AdamW", "params": {"lr": 3e-4}}
 ZERO2 = {"stage": 2, "reduce_bucket_size": "auto"}
 ZERO3 = {
     "stage": 3,
@@ -43,6 +45,7 @@ ZERO3 = {
     "offload_optimizer": {"device": "cpu", "pin_memory": True},
 }
 Result = dict[str, Any]
+Run = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -50,19 +53,46 @@ def odd_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_odd_llama(tmp_path_factory.mktemp("models") / "odd", tied=True, std=0.1)
 
 
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Run]:
+    """Two processes for all of these tests, in which nothing of Hugging Face has been imported before `install()`."""
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Run]:
+    """One process, for what Hugging Face does without heavylift."""
+    yield from _ranks(1)
+
+
+def _ranks(world_size: int) -> Iterator[Run]:
+    pool = _Pool(world_size)
+    yield lambda job, *args: pool.run(job, args, 240)
+    pool.close()
+
+
+def loop_job(runs: list[tuple[str, ...]], as_deepspeed: bool) -> None:
+    """The script with Accelerate's own loop, several times."""
+    _run(SCRIPT.with_name("accelerate_loop.py"), runs, as_deepspeed)
+
+
 def trainer_job(runs: list[tuple[str, ...]], as_deepspeed: bool) -> None:
+    _run(SCRIPT, runs, as_deepspeed)
+
+
+def _run(script: Path, runs: list[tuple[str, ...]], as_deepspeed: bool) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     if as_deepspeed:
         from heavylift.compat import install
 
         install()
     else:
-        del os.environ["LOCAL_RANK"]  # a process on its own
+        os.environ.pop("LOCAL_RANK", None)  # a process on its own
     for arguments in runs:
         if "--resume" in arguments:
             _forget_the_end(Path(arguments[arguments.index("--output_dir") + 1]))
-        sys.argv = [SCRIPT.name, *arguments]
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        sys.argv = [script.name, *arguments]
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def _forget_the_end(folder: Path) -> None:
@@ -101,7 +131,7 @@ def configs(folder: Path) -> dict[str, str]:
     return {name: str(path) for name, path in paths.items()}
 
 
-def test_the_losses_are_those_of_the_trainer_alone(odd_llama: Path, tmp_path: Path) -> None:
+def test_the_losses_are_those_of_the_trainer_alone(odd_llama: Path, tmp_path: Path, two_ranks: Run, alone: Run) -> None:
     """Stages 2 and 3, auto values, accumulation, saving and resuming; two ranks against one."""
     config = configs(tmp_path)
     model = ("--model", str(odd_llama))
@@ -115,12 +145,12 @@ def test_the_losses_are_those_of_the_trainer_alone(odd_llama: Path, tmp_path: Pa
         (*saving, "--resume"),
         (*model, *accumulated, str(out["accumulated"]), "--deepspeed", config["own optimizer"]),
     ]
-    run_on_fresh_ranks(2, trainer_job, runs, True)
-    alone = [
+    two_ranks(trainer_job, runs, True)
+    plain_runs = [
         (*model, "--batch_size", "8", "--output_dir", str(out["plain"])),
         (*model, "--batch_size", "8", "--decay", "0.1", "--output_dir", str(out["decayed"])),
     ]
-    run_on_fresh_ranks(1, trainer_job, alone, False)
+    alone(trainer_job, plain_runs, False)
     plain, decayed, whole = read(out["plain"]), read(out["decayed"]), read(out["zero3"], "whole.json")
     assert plain["loss"] != decayed["loss"]
     assert same_training(read(out["zero2"]), plain, True)
@@ -144,13 +174,73 @@ def _check_saved(folder: Path, model: Path) -> None:
     assert not any(torch.equal(before[name], after[name]) for name in before)
 
 
+def models_job(folder: Path) -> list[str]:
+    """Models that transformers makes under stage 3: loaded, made from a configuration, with more words."""
+    from heavylift.compat import install
+
+    install()
+    import deepspeed
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    expected = {name: p.detach() for name, p in plain.named_parameters()}
+    stage3 = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+    wrong = []
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    if any(p.shape != (0,) for p in loaded.parameters()):
+        wrong.append("a loaded parameter is not split")
+    values = whole(loaded)
+    wrong += [f"loaded {n}" for n in expected if not torch.equal(values[n], expected[n])]
+    loaded.resize_token_embeddings(105, mean_resizing=False)
+    values = whole(loaded)
+    name = "model.embed_tokens.weight"
+    if values[name].shape != (105, 9) or not torch.equal(values[name][:101], expected[name]):
+        wrong.append(f"resized: {tuple(values[name].shape)}")
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    values = whole(made)
+    wrong += [f"made {n}" for n in expected if values[n].shape != expected[n].shape]
+    if not 0.05 < float(values[name].std()) < 0.2 or not bool((values["model.norm.weight"] == 1).all()):
+        wrong.append("made with other distributions than the configuration's")
+    engine, *_ = deepspeed.initialize(model=loaded, config={**stage3.config, "optimizer": ADAMW_3E4})
+    ids = torch.arange(100, 105)[None]
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+    with deepspeed.zero.GatheredParameters(engine.module.get_input_embeddings().weight):
+        if engine.module.get_input_embeddings().weight.shape != (105, 9):
+            wrong.append("resized, then trained")
+    return wrong
+
+
+def test_models_of_transformers_under_stage_3(odd_llama: Path, two_ranks: Run) -> None:
+    assert two_ranks(models_job, odd_llama) == [[], []]
+
+
+def test_a_loop_of_accelerate(tmp_path: Path, two_ranks: Run, alone: Run) -> None:
+    """Stages 2 and 3 against Accelerate alone: losses, norms, weights; `load_state` goes back to the bit."""
+    runs = [("--stage", s, "--output", f"{tmp_path}/{s}.json", "--state_dir", f"{tmp_path}/s{s}") for s in ("2", "3")]
+    two_ranks(loop_job, runs, True)
+    alone(loop_job, [("--plain", "--output", f"{tmp_path}/plain.json")], False)
+    plain, *sharded = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("plain", "2", "3"))
+    for ours in sharded:
+        assert ours["losses"] == pytest.approx(plain["losses"], abs=2e-6)
+        assert ours["norms"] == pytest.approx(plain["norms"], rel=1e-5)
+        assert ours["weights"] == pytest.approx(plain["weights"], abs=1e-5)
+        assert ours["again"] == ours["losses"][4:]
+
+
 @pytest.mark.soak
-def test_bfloat16(odd_llama: Path, tmp_path: Path) -> None:
+def test_bfloat16(odd_llama: Path, tmp_path: Path, two_ranks: Run, alone: Run) -> None:
     """Float32 masters here, a bfloat16 autocast over float32 weights in the Trainer alone: within 3e-2."""
     config = configs(tmp_path)
     common = ("--model", str(odd_llama), "--bf16", "--output_dir")
     out = tmp_path / "out"
     run = (*common, str(out), "--batch_size", "4", "--deepspeed", config["zero3"])
-    run_on_fresh_ranks(2, trainer_job, [run], True)
-    run_on_fresh_ranks(1, trainer_job, [(*common, str(tmp_path / "plain"), "--batch_size", "8")], False)
+    two_ranks(trainer_job, [run], True)
+    alone(trainer_job, [(*common, str(tmp_path / "plain"), "--batch_size", "8")], False)
     assert read(out)["loss"] == pytest.approx(read(tmp_path / "plain")["loss"], abs=3e-2)

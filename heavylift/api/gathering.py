@@ -120,9 +120,11 @@ def _unique(params: Any) -> list[nn.Parameter]:
         params = [params]
     unique: dict[int, nn.Parameter] = {}
     for param in params:
-        if not isinstance(param, nn.Parameter):
+        if isinstance(param, nn.Parameter):
+            unique[id(param)] = param
+        # a bias that is not there, a buffer: nothing to gather
+        elif param is not None and not isinstance(param, torch.Tensor):
             raise UserError(f"GatheredParameters: expected parameters or a module, got {type(param).__name__}")
-        unique[id(param)] = param
     return list(unique.values())
 
 
