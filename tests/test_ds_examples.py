@@ -182,6 +182,7 @@ def test_states_that_cannot_fit_are_told_at_once(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "runs" / "llama_3_3_70b_superoffload" / "ds_config.json").read_text())
 
 
+@pytest.mark.soak
 def test_data_without_a_tokenizer_is_one_line(tmp_path: Path) -> None:
     run = finetune("superoffload", "--dataset", DATA, cwd=tmp_path, MODEL=str(SHAPE), OUTPUT_DIR="run")
     assert run.rc == 2
