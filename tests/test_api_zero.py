@@ -15,6 +15,7 @@ from ranks.sharded import Setup, build, take_step, whole_weights
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import heavylift
 from heavylift.api import parameters as utils
 from heavylift.api import zero, zero_init
 from heavylift.api.owners import register_optimizer
@@ -222,8 +223,9 @@ def engine_job(folder: Path, setup: Setup) -> list[str]:
         engine.sharded.reshard()
         wrong += ["forward"] if not all(torch.equal(expected, x) for x in [inside, *generated]) else []
     head = module.lm_head.weight
-    with zero.GatheredParameters(head, modifier_rank=1), torch.no_grad():
-        if dist.get_rank() == 1:
+    last = dist.get_world_size() - 1
+    with zero.GatheredParameters(head, modifier_rank=last), torch.no_grad():
+        if dist.get_rank() == last:
             head[3] = 0.5
     value, master = weights["lm_head.weight"].clone(), masters["lm_head.weight"].clone()
     value[3], master[3] = 0.5, 0.5
@@ -235,6 +237,12 @@ def engine_job(folder: Path, setup: Setup) -> list[str]:
     moved = whole_weights(engine)["lm_head.weight"]
     if torch.equal(moved, value) or float((moved - value).abs().max()) > 0.1:
         wrong.append("training does not go on from there")
+    take_step(engine, STEPS[2])  # its step on the host may still be under way
+    with torch.no_grad(), zero.unwrap_model_for_generation(module) as unwrapped:
+        early = unwrapped(input_ids=ids).logits
+    engine.optimizer.synchronize()
+    with torch.no_grad():
+        wrong += ["generates with old weights"] if not torch.equal(early, module(input_ids=ids).logits) else []
     engine.optimizer.close()
     return wrong
 
@@ -248,6 +256,51 @@ def engine_job(folder: Path, setup: Setup) -> list[str]:
 )
 def test_parameters_of_an_engine_are_gathered(odd_llama: Path, setup: Setup) -> None:
     assert run_on_ranks(2, engine_job, odd_llama, setup) == [[], []]
+
+
+def test_on_one_rank(odd_llama: Path) -> None:
+    assert run_on_ranks(1, engine_job, odd_llama, Setup(stage=3, schedule="deferred")) == [[]]
+
+
+def patterns_job() -> list[str]:
+    """What scripts do that look at `ds_id`, `ds_status` and `ds_numel`, before and after initialize."""
+    wrong = []
+
+    def value_of(param: Any) -> torch.Tensor:
+        if not hasattr(param, "ds_id"):
+            return param.detach().cpu().clone()
+        if param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+            with zero.GatheredParameters([param]):
+                return param.data.detach().cpu().clone()
+        return param.data.detach().cpu().clone()
+
+    def numel_of(param: Any) -> int:
+        return param.ds_numel if param.numel() == 0 and hasattr(param, "ds_numel") else param.numel()
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    expected = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    torch.manual_seed(0)
+    with zero.Init():
+        model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.0}}}
+    for stage in (None, 3):
+        if stage is not None:
+            config["zero_optimization"] = {"stage": stage}
+            engine, *_ = heavylift.initialize(model=model, config=config)
+            engine.backward(engine(torch.ones(2, 7)).sum())
+            engine.step()
+        for name, param in model.named_parameters():
+            if type(value_of(param)) is not torch.Tensor or not torch.equal(value_of(param), expected[name]):
+                wrong.append(f"{name} at stage {stage}")
+            if param.ds_shape != expected[name].shape or numel_of(param) != expected[name].numel():
+                wrong.append(f"size of {name} at stage {stage}")
+    engine.destroy()
+    return wrong
+
+
+def test_scripts_that_look_at_the_parameters() -> None:
+    assert run_on_ranks(2, patterns_job) == [[], []]
 
 
 def frozen_job(folder: Path) -> bool:
@@ -275,6 +328,8 @@ def test_what_is_refused() -> None:
         zero.TiledLinear(4, 4)
     with pytest.raises(UserError, match='remote_device "nvme"'):
         zero.Init(remote_device="nvme")
+    with pytest.raises(UserError, match=r"modifier_rank should be one of the 1 ranks \(from 0\), got 1"):
+        zero.GatheredParameters([], modifier_rank=1)
     with pytest.raises(UserError, match="expected parameters or a module, got str"):
         zero.GatheredParameters(["weight"])  # type: ignore[list-item]
     zero.register_external_parameter(nn.Linear(1, 1), nn.Parameter(torch.zeros(1)))

@@ -176,5 +176,10 @@ def flags_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if _reaches("cpu") else device
 
 
+def exchange_device(device: torch.device) -> torch.device:
+    """Where tensors of `device` are exchanged: there, or on this rank's GPU where the process group reaches no CPU."""
+    return Ranks.here().device if device.type == "cpu" and not _reaches("cpu") else device
+
+
 def _reaches(device_type: str) -> bool:
     return device_type in dist.get_backend_config()

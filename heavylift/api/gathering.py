@@ -62,7 +62,7 @@ class GatheredParameters:
     """Context in which `params` (one, several, or all of a module) are whole.
 
     `modifier_rank`: the rank whose values everybody takes at the end; None: reading only. `fwd_module` has no effect.
-    Raises UserError for something that is no parameter, and for a parameter whose shape has been changed inside.
+    Raises UserError for something that is no parameter, a rank that is none, and a shape that has been changed inside.
     """
 
     def __init__(
@@ -72,6 +72,12 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if modifier_rank is not None and not 0 <= modifier_rank < world_size:
+            raise UserError(
+                f"GatheredParameters: modifier_rank should be one of the {world_size} ranks (from 0), got "
+                f"{modifier_rank}"
+            )
         self._params = _unique(params) if enabled else []
         self._modifier_rank = modifier_rank
         self._opened: list[nn.Parameter] = []

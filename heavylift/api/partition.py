@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from heavylift.api.distributed import exchange_device
+
 
 class ZeroParamStatus(IntEnum):
     """Values of `ds_status`, by DeepSpeed's names."""
@@ -88,8 +90,10 @@ def open_whole(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         if partition is None or partition.is_open:
             continue
         assert partition.shard is not None
-        padded = partition.shard.new_empty(partition.shard.numel() * dist.get_world_size())
-        dist.all_gather(list(padded.chunk(dist.get_world_size())), partition.shard)
+        shard = _reachable(partition.shard)
+        padded = shard.new_empty(shard.numel() * dist.get_world_size())
+        dist.all_gather(list(padded.chunk(dist.get_world_size())), shard)
+        padded = padded.to(partition.shard.device)
         param.data = padded[: partition.shape.numel()].view(partition.shape)
         partition.is_open = True
         mark(param, partition.shape, ZeroParamStatus.AVAILABLE)
@@ -118,8 +122,10 @@ def close_from(params: Iterable[nn.Parameter], source_rank: int) -> None:
         numel_per_rank = -(-whole.numel() // world_size)
         padded = whole.new_zeros(numel_per_rank * world_size)
         padded[: whole.numel()] = whole.reshape(-1)
-        dist.broadcast(padded, src=source_rank)
-        partition.shard = padded[rank * numel_per_rank : (rank + 1) * numel_per_rank].clone()
+        sent = _reachable(padded)
+        dist.broadcast(sent, src=source_rank)
+        mine = sent[rank * numel_per_rank : (rank + 1) * numel_per_rank]
+        partition.shard = mine.to(padded.device, copy=True)
         _empty(param, partition)
 
 
@@ -139,6 +145,11 @@ def forget(params: Iterable[nn.Parameter]) -> None:
     for param in params:
         if _partitions.pop(param, None) is not None:
             param.data = param.data.new_empty(0)
+
+
+def _reachable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where the process group exchanges tensors: on the GPU, where a script has started NCCL alone."""
+    return tensor.to(exchange_device(tensor.device))
 
 
 def _empty(param: nn.Parameter, partition: Partition) -> None:

@@ -50,4 +50,8 @@ def own_part(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 def whole_value(param: nn.Parameter) -> torch.Tensor:
     """The parameter's own value, whole, on all ranks: a collective where it is sharded. Detached, a copy."""
     value = param.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value.clone()
+    if not isinstance(value, DTensor):
+        return value.clone()
+    whole = value.full_tensor()
+    # over one shard nothing is gathered, and the whole tensor is the shard itself
+    return whole.clone() if whole.data_ptr() == value.to_local().data_ptr() else whole
