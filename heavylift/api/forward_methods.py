@@ -13,6 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def gathered_around(
         return output
 
     # on the instance for as long as it takes to wrap it: `module.name` itself stays what it is
-    setattr(module, name, checked.__get__(module, type(module)))
+    setattr(module, name, MethodType(checked, module))
     register_fsdp_forward_method(module, name)
     gathering = getattr(module, name)
     delattr(module, name)
