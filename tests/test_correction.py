@@ -82,6 +82,8 @@ def _compare_with_twin(
 @each_isa
 def test_kernel_equals_twin_for_every_size_and_dtype(isa: str, pools: list[ThreadPool]) -> None:
     for n, grad_dtype, out_dtype in product(SIZES, DTYPES, (None, *DTYPES)):
+        if n > 10**4 and grad_dtype != out_dtype:
+            continue
         _compare_with_twin(pools, draw_state(n, grad_dtype), out_dtype, HYPER)
 
 

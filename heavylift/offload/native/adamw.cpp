@@ -74,13 +74,16 @@ HL_INLINE void accumulate_body(const AccumulateJob &job, int64_t begin, int64_t 
   for (int64_t i = begin; i < end; ++i) acc[i] += to_float(grad[i]);
 }
 
+template <class Halves>
 HL_INLINE void accumulate_any(const AccumulateJob &job, int64_t begin, int64_t end) {
-  if (job.type == kBFloat16)
-    accumulate_body<bf16>(job, begin, end);
-  else if (job.type == kFloat16)
-    accumulate_body<f16>(job, begin, end);
-  else
-    accumulate_body<float>(job, begin, end);
+  if (job.type == kBFloat16) return accumulate_body<bf16>(job, begin, end);
+  if (job.type == kFloat32) return accumulate_body<float>(job, begin, end);
+  alignas(64) float grad[kBlock];
+  for (int64_t start = begin; start < end; start += kBlock) {
+    const int64_t n = end - start < kBlock ? end - start : kBlock;
+    Halves::widen(static_cast<const f16 *>(job.grad) + start, grad, n);
+    accumulate_body<float>(AccumulateJob{job.acc + start, grad, kFloat32}, 0, n);
+  }
 }
 
 struct SumSquaresJob {
@@ -151,16 +154,18 @@ struct Kernels {
   void (*probe)(const ProbeJob &, int64_t, int64_t);
 };
 
-#define HL_KERNELS(isa, attributes)                                                                              \
-  attributes void adamw_##isa(const AdamWJob &j, int64_t b, int64_t e) { body_by_format<AdamW>(j, b, e); }        \
-  attributes void correct_##isa(const CorrectionJob &j, int64_t b, int64_t e) { body_by_format<Correct>(j, b, e); } \
-  attributes void undo_##isa(const CorrectionJob &j, int64_t b, int64_t e) { body_by_format<Undo>(j, b, e); }       \
-  attributes void accumulate_##isa(const AccumulateJob &j, int64_t b, int64_t e) { accumulate_any(j, b, e); }    \
-  attributes double sum_squares_##isa(const SumSquaresJob &j, int64_t b, int64_t e) {                            \
-    return sum_squares_any(j, b, e);                                                                             \
-  }                                                                                                              \
-  attributes void probe_##isa(const ProbeJob &j, int64_t b, int64_t e) { probe_any(j, b, e); }                   \
-  constexpr Kernels k_##isa = {#isa,       has_##isa,        adamw_##isa,       correct_##isa,                   \
+#define HL_KERNELS(isa, halves, attributes)                                                                            \
+  attributes void adamw_##isa(const AdamWJob &j, int64_t b, int64_t e) { body_by_format<AdamW, halves>(j, b, e); }     \
+  attributes void correct_##isa(const CorrectionJob &j, int64_t b, int64_t e) {                                        \
+    body_by_format<Correct, halves>(j, b, e);                                                                          \
+  }                                                                                                                    \
+  attributes void undo_##isa(const CorrectionJob &j, int64_t b, int64_t e) { body_by_format<Undo, halves>(j, b, e); }  \
+  attributes void accumulate_##isa(const AccumulateJob &j, int64_t b, int64_t e) { accumulate_any<halves>(j, b, e); }  \
+  attributes double sum_squares_##isa(const SumSquaresJob &j, int64_t b, int64_t e) {                                  \
+    return sum_squares_any(j, b, e);                                                                                   \
+  }                                                                                                                    \
+  attributes void probe_##isa(const ProbeJob &j, int64_t b, int64_t e) { probe_any(j, b, e); }                         \
+  constexpr Kernels k_##isa = {#isa,       has_##isa,        adamw_##isa,       correct_##isa,                         \
                                undo_##isa, accumulate_##isa, sum_squares_##isa, probe_##isa};
 
 #if defined(__x86_64__)
@@ -168,21 +173,21 @@ bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-bool has_avx2() { return __builtin_cpu_supports("avx2"); }
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
 bool has_sse2() { return true; }
-HL_KERNELS(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))))
-HL_KERNELS(avx2, __attribute__((target("avx2"))))
-HL_KERNELS(sse2, )
+HL_KERNELS(avx512, F16cHalves, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))))
+HL_KERNELS(avx2, F16cHalves, __attribute__((target("avx2"))))
+HL_KERNELS(sse2, PortableHalves, )
 constexpr const Kernels *kAll[] = {&k_avx512, &k_avx2, &k_sse2};
 #elif defined(__aarch64__)
 bool has_sve() { return (getauxval(AT_HWCAP) & (1ul << 22)) != 0; }  // HWCAP_SVE
 bool has_neon() { return true; }
-HL_KERNELS(sve, __attribute__((target("+sve"))))
-HL_KERNELS(neon, )
+HL_KERNELS(sve, PortableHalves, __attribute__((target("+sve"))))
+HL_KERNELS(neon, PortableHalves, )
 constexpr const Kernels *kAll[] = {&k_sve, &k_neon};
 #else
 bool has_generic() { return true; }
-HL_KERNELS(generic, )
+HL_KERNELS(generic, PortableHalves, )
 constexpr const Kernels *kAll[] = {&k_generic};
 #endif
 

@@ -1,9 +1,10 @@
-// States that are not stored as float32: heavylift/offload/formats.py bit for bit, which also says why so.
+// States that are not stored as float32: heavylift/offload/formats.py bit for bit, which also says why so. And float16.
 //
 // They are unpacked and packed block by block; a block of floats stays in the first-level cache.
 
 #pragma once
 
+#include "halves.h"
 #include "step.h"
 
 namespace {
@@ -90,11 +91,14 @@ HL_INLINE void pack_moments(const StepTensors &rounded, const float *__restrict 
   }
 }
 
-template <class Kind, class Job>
+// `Halves`: who converts float16.
+template <class Kind, class Halves, class Job>
 HL_INLINE void body_by_format(const Job &job, int64_t begin, int64_t end) {
-  alignas(64) float master[kBlock], exp_avg[kBlock], exp_avg_sq[kBlock];
+  alignas(64) float master[kBlock], exp_avg[kBlock], exp_avg_sq[kBlock], grad[kBlock], out[kBlock];
   const bool split = job.tensors.master_low != nullptr, rounded = job.tensors.exp_avg_16 != nullptr;
-  const int64_t block = split || rounded ? kBlock : end - begin;
+  const bool half_grad = job.tensors.grad_type == kFloat16;
+  const bool half_out = job.tensors.out != nullptr && job.tensors.out_type == kFloat16;
+  const int64_t block = split || rounded || half_grad || half_out ? kBlock : end - begin;
   for (int64_t start = begin; start < end; start += block) {
     const int64_t n = end - start < block ? end - start : block;
     const StepTensors stored = from_element(job.tensors, start);
@@ -109,9 +113,19 @@ HL_INLINE void body_by_format(const Job &job, int64_t begin, int64_t end) {
       plain.tensors.exp_avg = exp_avg;
       plain.tensors.exp_avg_sq = exp_avg_sq;
     }
+    if (half_grad) {
+      Halves::widen(static_cast<const f16 *>(stored.grad), grad, n);
+      plain.tensors.grad = grad;
+      plain.tensors.grad_type = kFloat32;
+    }
+    if (half_out) {
+      plain.tensors.out = out;
+      plain.tensors.out_type = kFloat32;
+    }
     body_by_types<Kind>(plain, 0, n);
     if (split) split_masters(stored, master, n);
     if (rounded) pack_moments(stored, exp_avg, exp_avg_sq, n);
+    if (half_out) Halves::narrow(out, static_cast<f16 *>(stored.out), n);
   }
 }
 

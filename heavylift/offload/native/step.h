@@ -32,15 +32,14 @@ struct CorrectionFactors {
   int32_t first_step;
 };
 
-// `Kind` has a static function template body<Grad, Out, Update>(job, begin, end).
+// `Kind` has a static function template body<Grad, Out, Update>(job, begin, end). float16 does not come here: formats.h
+// makes floats of it.
 template <class Kind, class Grad, bool Update, class Job>
 HL_INLINE void body_by_out(const Job &job, int64_t begin, int64_t end) {
   if (job.tensors.out == nullptr)
     Kind::template body<Grad, nothing, Update>(job, begin, end);
   else if (job.tensors.out_type == kBFloat16)
     Kind::template body<Grad, bf16, Update>(job, begin, end);
-  else if (job.tensors.out_type == kFloat16)
-    Kind::template body<Grad, f16, Update>(job, begin, end);
   else
     Kind::template body<Grad, float, Update>(job, begin, end);
 }
@@ -49,8 +48,6 @@ template <class Kind, bool Update, class Job>
 HL_INLINE void body_by_grad(const Job &job, int64_t begin, int64_t end) {
   if (job.tensors.grad_type == kBFloat16)
     body_by_out<Kind, bf16, Update>(job, begin, end);
-  else if (job.tensors.grad_type == kFloat16)
-    body_by_out<Kind, f16, Update>(job, begin, end);
   else
     body_by_out<Kind, float, Update>(job, begin, end);
 }
