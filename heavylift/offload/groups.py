@@ -132,7 +132,8 @@ def padded_numel(param: torch.Tensor) -> int:
 
 
 def first_element(param: torch.Tensor) -> int:
-    """Index of this rank's first element in the whole parameter, flat."""
+    """Index of this rank's first element in the whole parameter, flat. The others follow one by one where dim 0 is what
+    is sharded."""
     if not isinstance(param, DTensor):
         return 0
     _, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
