@@ -65,6 +65,24 @@ def test_they_step_as_torchs(ours: Any, torchs: Any, decay_lr: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+def overflow_job() -> list[bool]:
+    """Whether an optimizer of each kind says that its step was skipped: after a good one, after a bad one."""
+    told = []
+    for name in ("AdamW", "SGD"):
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": name, "params": {"lr": 0.1}}}
+        engine, optimizer, *_ = heavylift.initialize(model=nn.Linear(3, 2), config=config)
+        for factor in (1.0, float("inf")):
+            engine.backward(engine(torch.ones(2, 3)).sum() * factor)
+            engine.step()
+            told.append(optimizer.overflow)
+        engine.destroy()
+    return told
+
+
+def test_a_skipped_step_is_told_by_the_name_that_accelerate_looks_for() -> None:
+    assert run_on_ranks(1, overflow_job) == [[False, True, False, True]]
+
+
 def test_their_states_are_made_late_and_go_into_a_state_dict() -> None:
     param = nn.Parameter(torch.ones(3))
     optimizer = optimizers.FusedAdam([param], lr=0.1)

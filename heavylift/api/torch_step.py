@@ -76,6 +76,11 @@ class TorchStep(torch.optim.Optimizer):
         return self._accumulated.get(param) if param in self._accumulated else param.grad
 
     @property
+    def overflow(self) -> bool:
+        """`skipped`, by the name that Accelerate and scripts for DeepSpeed look for."""
+        return self.skipped
+
+    @property
     def grad_scale(self) -> float:
         """The factor that gradients carry."""
         return self._scale

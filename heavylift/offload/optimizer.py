@@ -388,6 +388,11 @@ class TieredAdamW(torch.optim.Optimizer):
     # ---- what it did ----------------------------------------------------------------------------------------------
 
     @property
+    def overflow(self) -> bool:
+        """`skipped`, by the name that Accelerate and scripts for DeepSpeed look for."""
+        return self.skipped
+
+    @property
     def last_schedule(self) -> Schedule:
         """When the host tier stepped, or steps, in the last call of `step`; `synchronous` without a host tier."""
         if self._overlap is None:
