@@ -387,3 +387,31 @@ def test_tied_weights_of_a_custom_module_stay_tied() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert is_tied and torch.allclose(weight, model.one.weight, atol=1e-6)
+
+
+MISTAKEN = """
+import heavylift, torch
+model = torch.nn.Linear(2, 2)
+config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}}
+engine, *_ = heavylift.initialize(model=model, config=config)
+try:
+    heavylift.initialize(model=3, config=config)
+except heavylift.UserError:
+    print("caught")
+engine.backward(torch.ones(1))
+"""
+
+
+def test_a_mistake_of_a_script_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(MISTAKEN)
+    env = {k: v for k, v in command_env().items() if k not in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2 and done.stdout == "caught\n"
+    assert done.stderr.splitlines() == [
+        f"error: {script}:10: backward: the loss depends on no trained parameter; run forward with gradients, through "
+        "engine(...)"
+    ]
+    env["HEAVYLIFT_DEBUG"] = "1"
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and "Traceback" in done.stderr

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from heavylift.api import script_errors
 from heavylift.api.arguments import find_config
 from heavylift.api.dataloader import EngineDataLoader
 from heavylift.api.distributed import Ranks, discover_ranks, init_distributed
@@ -57,6 +58,7 @@ def initialize(
     A collective: every rank calls it, under `heavylift launch`, torchrun, mpirun or srun, or a single process on its
     own. Raises UserError for what cannot be done as asked.
     """
+    script_errors.install()
     _refuse_parallelism(mpu, mesh_param)
     module = check_model(model)
     discover_ranks()

@@ -1,0 +1,58 @@
+"""How a script ends on a UserError that it does not catch: one line per problem, with the script's line, and code 2.
+
+Installed by `initialize`. With HEAVYLIFT_DEBUG=1, in an interactive session, and for every other exception Python's own
+way is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from heavylift.errors import EXIT_USER_ERROR, UserError
+
+_PACKAGE = Path(__file__).parent.parent
+_RANK_0_SPEAKS_FIRST_S = 3.0
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def install() -> None:
+    """Puts the hook in front of `sys.excepthook`, once."""
+    if isinstance(sys.excepthook, _OneLine) or _OneLine.is_installed:
+        return
+    _OneLine.is_installed = True
+    sys.excepthook = _OneLine(sys.excepthook)
+
+
+class _OneLine:
+    """An excepthook, with the one before it."""
+
+    is_installed = False
+
+    def __init__(self, before: Hook) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        debug = os.environ.get("HEAVYLIFT_DEBUG", "0") not in ("", "0")
+        if not isinstance(error, UserError) or debug or sys.flags.interactive:
+            self._before(kind, error, trace)
+            return
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(_RANK_0_SPEAKS_FIRST_S)  # most often all ranks say the same, and the launcher ends this one
+        where = _line_of_script(trace)
+        for problem in error.problems:
+            # past torch, which holds back what is written to sys.stderr in here until it is too late
+            print(f"error: {where}{problem}", file=sys.__stderr__, flush=True)
+        raise SystemExit(EXIT_USER_ERROR)
+
+
+def _line_of_script(trace: TracebackType | None) -> str:
+    """`script.py:7: `, the last line outside of this package."""
+    frames = [f for f in traceback.extract_tb(trace) if not Path(f.filename).is_relative_to(_PACKAGE)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
