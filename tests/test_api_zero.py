@@ -223,6 +223,16 @@ def engine_job(folder: Path, setup: Setup) -> list[str]:
         engine.sharded.reshard()
         wrong += ["forward"] if not all(torch.equal(expected, x) for x in [inside, *generated]) else []
     head = module.lm_head.weight
+    for modifier_rank in (None, 0):
+        try:
+            with zero.GatheredParameters(head, modifier_rank=modifier_rank), torch.no_grad():
+                head.zero_()
+                if modifier_rank is not None:
+                    raise KeyError("left by an error")
+        except KeyError:
+            pass
+    if not torch.equal(whole_weights(engine)["lm_head.weight"], weights["lm_head.weight"]):
+        wrong.append("what should be discarded was kept")
     last = dist.get_world_size() - 1
     with zero.GatheredParameters(head, modifier_rank=last), torch.no_grad():
         if dist.get_rank() == last:
