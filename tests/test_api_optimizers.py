@@ -160,7 +160,10 @@ def refusals_job() -> dict[str, str]:
     meta = make_branches().to("meta")
     twice = make_branches()
     config = ds_config(none, 1)
+    used = make_branches()
+    heavylift.initialize(model=used, config=config)[0].destroy()
     calls: dict[str, dict[str, Any]] = {
+        "used": {"model": used, "config": config},
         "no model": {"config": config},
         "no config": {"model": make_branches()},
         "two configs": {"model": make_branches(), "config": config, "config_params": config},
@@ -194,6 +197,7 @@ def refusals_job() -> dict[str, str]:
 def test_what_cannot_be_done_as_asked_is_said_in_one_line() -> None:
     messages = run_on_ranks(1, refusals_job)[0]
     expected = {
+        "used": "model= is sharded already",
         "no model": "model= should be a torch.nn.Module, got NoneType",
         "no config": "no configuration; pass config=",
         "two configs": "given 2 times (config, config_params)",

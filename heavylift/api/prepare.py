@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from heavylift.api.distributed import broadcast_from_first
 from heavylift.api.leaf_modules import keep_leaves_whole
@@ -71,6 +72,10 @@ def check_model(model: object) -> nn.Module:
     """`model` as a module that can be trained here. Raises UserError, one line per problem."""
     if not isinstance(model, nn.Module):
         raise UserError(f"initialize: model= should be a torch.nn.Module, got {type(model).__name__}")
+    if any(isinstance(m, FSDPModule) for m in model.modules()):
+        raise UserError(
+            "initialize: model= is sharded already, by an earlier initialize() or fully_shard; pass a module that is not"
+        )
     problems = [
         f"model: parameter {name} has no dimension, and scalars on the meta device cannot be sharded; make it a tensor "
         "of one element"
