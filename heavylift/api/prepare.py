@@ -74,7 +74,7 @@ def check_model(model: object) -> nn.Module:
         raise UserError(f"initialize: model= should be a torch.nn.Module, got {type(model).__name__}")
     if any(isinstance(m, FSDPModule) for m in model.modules()):
         raise UserError(
-            "initialize: model= is sharded already, by an earlier initialize() or fully_shard; pass a module that is not"
+            "initialize: model= is sharded already, by an earlier initialize() or fully_shard; pass one that is not"
         )
     problems = [
         f"model: parameter {name} has no dimension, and scalars on the meta device cannot be sharded; make it a tensor "
