@@ -129,11 +129,17 @@ class Expert(nn.Module):
         super().__init__()
         self.up = nn.Linear(4, 4)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.up(x))
+
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList(Expert() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.experts[int(x.sum() > 0)](x)  # which one, the data says
 
 
 def model_of_blocks() -> nn.Module:
@@ -172,6 +178,48 @@ def test_groups_do_not_split_a_leaf() -> None:
     leaf_modules.set_z3_leaf_modules(model, [Block])
     assert leaf_modules.keep_leaves_whole(model, experts) == list(model.blocks)
     assert leaf_modules.keep_leaves_whole(model, None) == list(model.blocks)
+
+
+class Mixture(nn.Module):
+    _no_split_modules = ("Expert",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def leaf_job(is_leaf: bool) -> list[str]:
+    """Names of the groups. With leaves it trains though each rank takes other experts."""
+    model = Mixture()
+    if is_leaf:
+        leaf_modules.set_z3_leaf_modules(model, ["Block"])
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3},
+    }
+    engine, *_ = heavylift.initialize(model=model, config=config)
+    names = [group.name for group in engine._sharded.groups]
+    if is_leaf:
+        sign = 1.0 if dist.get_rank() == 0 else -1.0
+        for _ in range(2):
+            engine.backward(engine(torch.full((2, 4), sign)).square().mean())
+            engine.step()
+    with heavylift.zero.unwrap_model_for_generation(engine) as unwrapped:
+        assert unwrapped is model
+        unwrapped.eval()(torch.ones(2, 4))
+    engine.destroy()
+    return names
+
+
+def test_a_mixture_with_leaves_trains_with_other_experts_on_each_rank() -> None:
+    assert run_on_ranks(2, leaf_job, True) == [["root", "blocks.0", "blocks.1", "blocks.2"]] * 2
+    assert len(run_on_ranks(2, leaf_job, False)[0]) == 7
 
 
 # ---- estimates -------------------------------------------------------------------------------------------------------

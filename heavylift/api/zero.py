@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from heavylift.api.engine_state import EngineState
 from heavylift.api.gathering import GatheredParameters
 from heavylift.api.meta_weights import RandomWeights, set_weights_source
 from heavylift.api.owners import states_of
@@ -62,8 +63,7 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 
     `model`: an engine or its module. For generation: without, each forward of stage 3 gathers layer by layer.
     """
-    module = model.module if isinstance(model.__dict__.get("_modules", {}).get("module"), nn.Module) else model
-    assert isinstance(module, nn.Module)
+    module = model.module if isinstance(model, EngineState) else model
     wrapped = [m for m in module.modules() if isinstance(m, FSDPModule)]
     for param in module.parameters():
         states = states_of(param)
