@@ -1,1 +1,1 @@
-"""What a training script calls: `initialize`, the engine, schedulers, timers, profiler, in the ways of DeepSpeed users."""
+"""What a training script calls: `initialize`, the engine, schedulers, timers, profiler, by DeepSpeed's names."""
