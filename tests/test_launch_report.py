@@ -28,6 +28,18 @@ def test_first_failure_by_the_time_that_ranks_told(tmp_path: Path, capfd: pytest
     assert capfd.readouterr().err == "error: rank 1 of 2 failed with exit code 1\n"
 
 
+def test_a_user_error_that_was_on_the_screen_is_not_said_again(capfd: pytest.CaptureFixture[str]) -> None:
+    failed, none = [RankFailure(0, 0, 2, 100.0)], OomCount(None, None, None)
+    said = ["loading", "error: ds.json: zero_optimization.stage: expected 0 to 3, got 7"]
+    assert report(failed, 1, (none, none), lambda failure: said, on_screen=True) == 2
+    assert capfd.readouterr().err == ""
+    # in a log file nobody has seen it; and what a script's own argument parser says is not ours
+    assert report(failed, 1, (none, none), lambda failure: said) == 2
+    assert "failed with exit code 2; its last lines:" in capfd.readouterr().err
+    assert report(failed, 1, (none, none), lambda failure: ["usage: train.py [-h]"], on_screen=True) == 2
+    assert "failed with exit code 2; its last lines:" in capfd.readouterr().err
+
+
 def write(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

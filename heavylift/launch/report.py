@@ -73,16 +73,20 @@ def report(
     world_size: int,
     oom: tuple[OomCount, OomCount],
     tail: Callable[[RankFailure], list[str]] | None,
+    on_screen: bool = False,
 ) -> int:
     """Names the rank that failed first on stderr and returns the exit code of the run.
 
     Its own code, or 128 + n if signal n ended it. `oom`: counters before and after. `tail`: the last lines of a rank,
-    None where they are on the screen just above; a user error (code 2) then needs no further word.
+    None where they are on the screen just above; a user error (code 2) then needs no further word. Nor does it where
+    the lines have passed over the screen (`on_screen`) and the last of them is such an error's own.
     """
     ordered = failures_in_order(failures)
     rank, code = first_cause([(failure.rank, failure.exit_code, failure.seconds) for failure in ordered])
     first = next(failure for failure in ordered if failure.rank == rank)
     lines = tail(first)[-_SHOWN_LINES:] if tail is not None else []
+    if code == EXIT_USER_ERROR and on_screen and lines and lines[-1].startswith("error: "):
+        return code
     where = "; its last lines:" if lines else ("" if tail is not None else "; its message is above")
     if code < 0:
         hint = explain_kill(*oom) if code == -signal.SIGKILL else ""

@@ -131,7 +131,7 @@ def run_node(run: NodeRun, root: Path = Path("/")) -> int:
             oom = (before, read_oom_count(root))
             if stderr is None and LOG_VARIABLE not in run.environment:
                 return report(failures, world_size, oom, None)
-            return report(failures, world_size, oom, lambda failure: _tail(run, stderr, failure))
+            return report(failures, world_size, oom, lambda failure: _tail(run, stderr, failure), stderr is not None)
         except SignalException as ended:
             if not run.quiet_end:
                 print(f"ended by {ended.sigval.name}; the workers are stopped", file=sys.stderr)
