@@ -255,3 +255,21 @@ def test_training_binds_its_workers_where_there_are_gpus(tmp_path: Path, num_gpu
     everything = sorted(os.sched_getaffinity(0))
     bound = [sorted(place.cpus) for place in binding.machine_places(2, pci_ids=[])]
     assert found == [f"{cpus} {int(num_gpus > 0)}" for cpus in (bound if num_gpus else [everything] * 2)]
+
+
+BINDS_ITSELF = """
+import os
+from heavylift.launch.binding import bind_unless_bound
+from heavylift.launch.cores import split_cores
+allowed = os.sched_getaffinity(0)
+before = split_cores(1, 2)
+troubles = bind_unless_bound(1, 2)
+print(sorted(os.sched_getaffinity(0)) == sorted(before), split_cores(1, 2) == before, troubles)
+os.sched_setaffinity(0, allowed)
+print(bind_unless_bound(0, 2), os.sched_getaffinity(0) == allowed)
+"""
+
+
+def test_a_script_binds_itself_once_and_divides_the_same_cores_after() -> None:
+    ended = subprocess.run([sys.executable, "-c", BINDS_ITSELF], env=command_env(), capture_output=True, text=True)
+    assert ended.stdout.splitlines() == ["True True []", "[] True"], ended.stderr

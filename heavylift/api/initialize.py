@@ -23,6 +23,7 @@ from heavylift.config.deepspeed.settings import Settings
 from heavylift.config.deepspeed.sources import read_source
 from heavylift.config.schema import Schedule, Tier
 from heavylift.errors import UserError
+from heavylift.launch.binding import bind_unless_bound
 from heavylift.launch.cores import split_cores
 from heavylift.offload.groups import make_group
 from heavylift.offload.optimizer import TieredAdamW, TieredOptions
@@ -66,6 +67,7 @@ def initialize(
     settings = _read_settings(given)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     ranks = Ranks.here()
+    _bind_where_it_steps(settings, ranks)
     choice = choose_optimizer(module, optimizer, model_parameters, settings)
     names = [] if choice is None else choice.remember_names(module)
     if choice is not None:
@@ -100,6 +102,15 @@ def _tell(settings: Settings) -> None:
     if settings.dump_state:
         for key, value in vars(settings).items():
             print(f"{key:32} {value}", flush=True)
+
+
+def _bind_where_it_steps(settings: Settings, ranks: Ranks) -> None:
+    """Where the host steps beside a GPU, ranks that share cores or fetch over another socket slow each other down."""
+    if settings.offload.tier is not Tier.HOST or ranks.device.type != "cuda":
+        return
+    for trouble in bind_unless_bound(ranks.local_rank, ranks.local_world_size):
+        if ranks.rank == 0:
+            logger.warning("%s", trouble)
 
 
 def _refuse_parallelism(mpu: Any, mesh_param: Any) -> None:

@@ -57,16 +57,23 @@ def place_of_rank(local_rank: int, local_world_size: int) -> RankPlace:
     return machine_places(local_world_size)[local_rank]
 
 
-def bind_rank(local_rank: int, local_world_size: int) -> list[str]:
-    """Binds this process to its cores and makes memory come from their node; call it before threads are started.
+def bind_unless_bound(local_rank: int, local_world_size: int) -> list[str]:
+    """Binds this process to its cores and makes memory come from their node, unless the launcher has done so.
 
-    Returns what could not be done, one line each.
+    For a script that turns out to offload: threads that it starts from here on inherit the cores. Returns what could
+    not be done, one line each.
     """
-    return bind_process(place_of_rank(local_rank, local_world_size), num_memory_nodes())
+    if os.environ.get(BIND_VARIABLE) == "1":
+        return []
+    places = [place_of_rank(rank, local_world_size) for rank in range(local_world_size)]
+    num_nodes = num_memory_nodes()
+    # once bound, this process no longer sees the cores of the others: whoever divides them later needs the table
+    os.environ.update(binding_environment(places, bind=True))
+    return bind_process(places[local_rank], num_nodes)
 
 
 def bind_process(place: RankPlace, num_nodes: int) -> list[str]:
-    """As `bind_rank`, to a given place, on a machine with `num_nodes` memory nodes."""
+    """Binds this process to a given place, on a machine with `num_nodes` memory nodes."""
     troubles = []
     try:
         os.sched_setaffinity(0, place.cpus)
