@@ -15,6 +15,7 @@ import argparse
 import json
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +154,10 @@ def _describe(name: str, shapes: Mapping[str, TensorStorageMetadata], is_scalar:
 
 def _read(path: Path, wanted: Sequence[_Saved]) -> dict[str, torch.Tensor]:
     tensors: dict[str, Any] = {saved.key: torch.empty(saved.shape, dtype=saved.saved_dtype) for saved in wanted}
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    with warnings.catch_warnings():
+        # that this is one process is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     whole = {saved.name: tensors[saved.key].to(saved.dtype) for saved in wanted}
     return narrowed(whole, frozenset(saved.name for saved in wanted if saved.is_scalar))
 
