@@ -1,4 +1,4 @@
-"""What projects import beside the engine: optimizer classes, leaf modules, estimates, checkpointing, helpers."""
+"""What projects import beside the engine: optimizer classes, estimates, checkpointing, helpers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 import heavylift
 from heavylift.api import activation_checkpointing as checkpointing
-from heavylift.api import elasticity, estimators, leaf_modules, logs, optimizers, process_groups, refused
+from heavylift.api import estimators, logs, optimizers, process_groups, refused
 from heavylift.api.accelerator import Accelerator, get_accelerator
 from heavylift.api.config_object import DeepSpeedConfig, get_bfloat16_config, get_gradient_clipping, get_log_level
 from heavylift.api.monitor_classes import (
@@ -121,107 +121,6 @@ def test_what_is_refused_says_what_to_use(make: Any, message: str) -> None:
         make([nn.Parameter(torch.ones(1))])
 
 
-# ---- leaf modules ----------------------------------------------------------------------------------------------------
-
-
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.up(x))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(Expert() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.experts[int(x.sum() > 0)](x)  # which one, the data says
-
-
-def model_of_blocks() -> nn.Module:
-    model = nn.Module()
-    model.blocks = nn.ModuleList(Block() for _ in range(3))
-    return model
-
-
-def test_leaf_modules_are_set_by_class_name_and_suffix() -> None:
-    model = model_of_blocks()
-    assert leaf_modules.get_z3_leaf_modules(model) == []
-    assert len(leaf_modules.set_z3_leaf_modules(model, [Block])) == 3
-    assert len(leaf_modules.set_z3_leaf_modules(model, ["Expert"])) == 6
-    assert len(leaf_modules.get_z3_leaf_modules(model)) == 9
-    assert leaf_modules.leaf_modules_of(model) == list(model.blocks)  # the outermost
-    assert len(leaf_modules.unset_z3_leaf_modules(model, [Block, f"{__name__}.Expert"])) == 9
-    found, missing = leaf_modules.set_z3_leaf_modules_by_name(model, ["blocks.1", "x"], raise_if_not_found=False)
-    assert (found, missing) == ([model.blocks[1]], ["x"]) and leaf_modules.z3_leaf_module(model.blocks[1])
-    found, missing = leaf_modules.set_z3_leaf_modules_by_suffix(model, ["experts"])
-    assert len(found) == 3 and missing == []
-    for wrong in (
-        lambda: leaf_modules.set_z3_leaf_modules(model, ["Absent"]),
-        lambda: leaf_modules.set_z3_leaf_modules(model, [3]),  # type: ignore[list-item]
-        lambda: leaf_modules.set_z3_leaf_modules_by_name(model, ["x"]),
-        lambda: leaf_modules.set_z3_leaf_modules_by_suffix(model, ["x"]),
-    ):
-        with pytest.raises(UserError):
-            wrong()
-
-
-def test_groups_do_not_split_a_leaf() -> None:
-    model = model_of_blocks()
-    experts = [e for block in model.blocks for e in block.experts]
-    assert leaf_modules.keep_leaves_whole(model, experts) == experts
-    assert leaf_modules.keep_leaves_whole(model, None) is None
-    leaf_modules.set_z3_leaf_modules(model, [Block])
-    assert leaf_modules.keep_leaves_whole(model, experts) == list(model.blocks)
-    assert leaf_modules.keep_leaves_whole(model, None) == list(model.blocks)
-
-
-class Mixture(nn.Module):
-    _no_split_modules = ("Expert",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def leaf_job(is_leaf: bool) -> list[str]:
-    """Names of the groups. With leaves it trains though each rank takes other experts."""
-    model = Mixture()
-    if is_leaf:
-        leaf_modules.set_z3_leaf_modules(model, ["Block"])
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3},
-    }
-    engine, *_ = heavylift.initialize(model=model, config=config)
-    names = [group.name for group in engine._sharded.groups]
-    if is_leaf:
-        sign = 1.0 if dist.get_rank() == 0 else -1.0
-        for _ in range(2):
-            engine.backward(engine(torch.full((2, 4), sign)).square().mean())
-            engine.step()
-    with heavylift.zero.unwrap_model_for_generation(engine) as unwrapped:
-        assert unwrapped is model
-        unwrapped.eval()(torch.ones(2, 4))
-    engine.destroy()
-    return names
-
-
-def test_a_mixture_with_leaves_trains_with_other_experts_on_each_rank() -> None:
-    assert run_on_ranks(2, leaf_job, True) == [["root", "blocks.0", "blocks.1", "blocks.2"]] * 2
-    assert len(run_on_ranks(2, leaf_job, False)[0]) == 7
-
-
 # ---- estimates -------------------------------------------------------------------------------------------------------
 
 
@@ -293,61 +192,6 @@ def test_checkpointing_is_configured_by_a_file(tmp_path: Path, caplog: pytest.Lo
     with pytest.raises(UserError, match="cpu_checkpointing: expected true or false, got 'yes'"):
         checkpointing.configure(None, {"activation_checkpointing": {"cpu_checkpointing": "yes"}})
     checkpointing.reset()
-
-
-# ---- elastic batch sizes ---------------------------------------------------------------------------------------------
-
-
-def elastic(**more: Any) -> dict[str, Any]:
-    block = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6], "version": 0.1}
-    return {"elasticity": {**block, "min_gpus": 1, "max_gpus": 10000, **more}}
-
-
-def test_elastic_batch_sizes() -> None:
-    batch, gpus = elasticity.compute_elastic_config(elastic())
-    assert batch == 1680  # 2 x 840, of all candidates the one with the most divisors among its micro-batch counts
-    assert gpus == elasticity.fitting_gpus(batch, [2, 4, 6], 1, 10000)
-    assert all(any(batch % (n * m) == 0 for m in (2, 4, 6)) for n in gpus) and 9 not in gpus
-    by_hand = {
-        candidate: len(elasticity.fitting_gpus(candidate, [2, 4, 6], 1, 10000))
-        for candidate in (1440, 1680, 1920, 2000)
-    }
-    assert by_hand[1680] == max(by_hand.values())
-    assert elasticity.compute_elastic_config(elastic(), world_size=28)[2] == 6
-    assert elasticity.compute_elastic_config(elastic(max_gpus=8), return_microbatch=True)[1:] == (
-        [1, 2, 3, 4, 5, 6, 7, 8],
-        6,
-    )
-    with pytest.raises(elasticity.ElasticityIncompatibleWorldSize, match="9 GPUs do not fit train_batch_size 1680"):
-        elasticity.compute_elastic_config(elastic(max_gpus=8), world_size=9)
-
-
-def test_highly_composite_numbers() -> None:
-    known = [1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 720720]
-    for number in known:
-        assert elasticity._highly_composite_up_to(number) == number
-        assert number == 1 or elasticity._highly_composite_up_to(number - 1) < number
-    assert elasticity._highly_composite_up_to(47) == 36
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({}, "no block, or not enabled"),
-        (elastic(enabled=False), "no block, or not enabled"),
-        (elastic(micro_batch_sizes=[]), "micro_batch_sizes: expected whole numbers"),
-        (elastic(micro_batch_sizes=[2.5]), "micro_batch_sizes: expected whole numbers"),
-        (elastic(max_gpus=0), "max_gpus: expected a whole number"),
-        (elastic(version=3), "version: expected one of"),
-        (elastic(model_parallel_size=2), "only 1 is supported"),
-        (elastic(speed=1), "elasticity.speed: not a key"),
-        (elastic(max_train_batch_size=1), "no batch size up to 1 fits"),
-        ({**elastic(), "train_batch_size": 8}, "train_batch_size: elasticity decides it"),
-    ],
-)
-def test_wrong_elastic_configs(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(elasticity.ElasticityConfigError, match=message):
-        elasticity.compute_elastic_config(config)
 
 
 # ---- small helpers ---------------------------------------------------------------------------------------------------
@@ -436,88 +280,3 @@ def test_monitors_by_class(tmp_path: Path) -> None:
         DeepSpeedMonitorConfig(nonsense={})
     with pytest.raises(UserError, match="csv_monitor.job_nam"):
         csvMonitor({"job_nam": "x"})
-
-
-# ---- weights out of a checkpoint -------------------------------------------------------------------------------------
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.inner = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.frozen = nn.Parameter(torch.full((3,), 0.1), requires_grad=False)
-        self.register_buffer("table", torch.arange(4))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.inner(self.embed(ids)))) + self.frozen.sum()
-
-
-def checkpoint_job(folder: Path) -> dict[str, torch.Tensor]:
-    """Trains in bfloat16 and saves; the float32 values as `safe_get_full_fp32_param` has them."""
-    torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-    }
-    engine, *_ = heavylift.initialize(model=Tied(), config=config)
-    for _ in range(3):
-        engine.backward(engine(torch.arange(4)).float().square().mean())
-        engine.step()
-    engine.save_checkpoint(folder)
-    params = dict(engine.module.named_parameters())
-    result = {n: heavylift.utils.safe_get_full_fp32_param(p) for n, p in params.items() if p.requires_grad}
-    engine.destroy()
-    return result
-
-
-def test_float32_weights_out_of_a_checkpoint(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    from heavylift.api import zero_to_fp32
-
-    expected, other = run_on_ranks(2, checkpoint_job, tmp_path / "ck")
-    assert all(torch.equal(expected[n], other[n]) for n in expected)
-    state_dict = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ck")
-    assert state_dict.keys() == {*expected, "frozen", "table"}
-    assert all(torch.equal(state_dict[name], expected[name]) for name in expected)
-    assert any(not torch.equal(v, v.bfloat16().float()) for v in expected.values())  # more than bfloat16 shows
-    assert state_dict["frozen"].dtype == torch.float32 and state_dict["table"].dtype == torch.int64
-    model = zero_to_fp32.load_state_dict_from_zero_checkpoint(Tied(), tmp_path / "ck")
-    assert torch.equal(model.head.weight, expected["embed.weight"]) and model.head.weight is model.embed.weight
-    assert zero_to_fp32.main([str(tmp_path / "ck"), str(tmp_path / "one"), "--safe_serialization"]) == 0
-    whole = load_file(tmp_path / "one" / "model.safetensors")
-    assert all(torch.equal(whole[name], state_dict[name]) for name in state_dict)
-    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ck", tmp_path / "many", max_shard_size="300B")
-    files = sorted(p.name for p in (tmp_path / "many").glob("*.bin"))
-    assert files[0] == f"pytorch_model-00001-of-{len(files):05d}.bin" and len(files) > 1
-    parts: dict[str, torch.Tensor] = {}
-    for name in files:
-        parts |= torch.load(tmp_path / "many" / name, weights_only=True)
-    assert parts.keys() == state_dict.keys()
-    assert all(torch.equal(parts[name], state_dict[name]) for name in state_dict)
-    trained_only = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
-        tmp_path / "ck", exclude_frozen_parameters=True
-    )
-    assert trained_only.keys() == {*expected, "table"}
-    for wrong, message in (
-        (
-            lambda: zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ck", tag="global_step9"),
-            "no check",
-        ),
-        (
-            lambda: zero_to_fp32.load_state_dict_from_zero_checkpoint(nn.Linear(2, 2), tmp_path / "ck"),
-            "build the model",
-        ),
-        (
-            lambda: zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ck", tmp_path, "5 apples"),
-            "max_shard_size: expected a size such as 5GB",
-        ),
-    ):
-        with pytest.raises(UserError, match=message):
-            wrong()
-    assert zero_to_fp32.main([str(tmp_path), str(tmp_path / "x")]) == 2
