@@ -1,71 +1,68 @@
-"""What initialize() takes: the user's whole model is gone when the optimizer's states are allocated."""
+"""initialize() says what does not fit before it allocates, and what would."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-import torch
-import torch.distributed as dist
-from parity_api.runs import Case, ds_config
-from ranks.memory import Growth, measure
-from ranks.pool import run_on_fresh_ranks
+from ranks.pool import run_on_ranks
 from torch import nn
 
-import heavylift
+from heavylift.errors import UserError
+from heavylift.memory.machine import MachineMemory
 
-MIB = 2**20
-NUM_LAYERS, WIDTH = 8, 1448
-LAYER_BYTES = WIDTH * WIDTH * 4
-MODEL_BYTES = NUM_LAYERS * LAYER_BYTES
+GIB = 2**30
 
 
-class Stack(nn.Module):
-    """64 MiB in float32."""
+def refused_job(offload: dict[str, Any], machine: MachineMemory, num_layers: int = 4) -> str:
+    """The message of initialize() on a machine with so much memory free, "" where it is content."""
+    import heavylift
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.float().square().mean()
-
-
-class LayeredStack(Stack):
-    """The same, gathered layer by layer."""
-
-    _no_split_modules = ("Linear",)
-
-
-def initialize_job(layered: bool) -> Growth:
-    model = LayeredStack() if layered else Stack()
-    params = list(model.parameters())  # a script holds on to them
-    config = ds_config(Case("", 3, "none", "bf16"), dist.get_world_size())
-    # what importing and the first collectives take is nobody's model
-    heavylift.initialize(model=nn.Linear(8, 8), config=config)[0].destroy()
-    engine: Any = None
-
-    def action() -> None:
-        nonlocal engine
-        engine = heavylift.initialize(model=model, model_parameters=params, config=config)[0]
-
-    growth = measure(action)
-    engine.backward(engine(torch.ones(8, WIDTH, dtype=torch.bfloat16)))
-    engine.step()
-    assert engine.was_step_applied()
+    zero = {"stage": 3, "offload_optimizer": offload} if offload else {"stage": 3}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": zero,
+    }
+    model = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(num_layers)))
+    measured = patch("heavylift.api.memory_check.measure", lambda device: machine)
+    # the models here are small beside what is usually left free
+    with measured, patch("heavylift.memory.fit.DEVICE_RESERVE_BYTES", 0):
+        try:
+            engine, *_ = heavylift.initialize(model=model, config=config)
+        except UserError as error:
+            return "\n".join(error.problems)
     engine.destroy()
-    return Growth(growth.peak, growth.kept, None)
+    return ""
 
 
-@pytest.mark.parametrize("layered", [False, True])
-def test_the_whole_model_is_let_go_of_before_the_states_are_allocated(layered: bool) -> None:
-    shard = MODEL_BYTES // 2 // 2  # bfloat16, of two ranks
-    states = 3 * MODEL_BYTES // 2
-    masters = MODEL_BYTES // 2  # the float32 values from before the rounding, until they are in the states
-    for growth in run_on_fresh_ranks(2, initialize_job, layered):
-        assert growth.kept < shard + states - MODEL_BYTES + 12 * MIB
-        # the bound would be MODEL_BYTES higher if the whole model were kept meanwhile
-        assert growth.peak < shard + states + masters - MODEL_BYTES + 2 * LAYER_BYTES + 12 * MIB
-        assert growth.kept > states - MODEL_BYTES
+def machine(host_gib: float, device_gib: float | None = None) -> MachineMemory:
+    return MachineMemory(int(host_gib * GIB), None if device_gib is None else int(device_gib * GIB))
+
+
+def test_states_that_the_host_does_not_take_are_refused_on_every_rank() -> None:
+    # 12 bytes of states and 2 of kept gradient for 4 M parameters: 0.05 GiB and the staging
+    said = run_on_ranks(2, refused_job, {"device": "cpu"}, machine(0.04))
+    assert said[0] == said[1]
+    (line,) = said[0].splitlines()
+    assert line.startswith("host memory: parameters and optimizer states need 0.1 GiB on this machine (2 x 0.0)")
+    assert run_on_ranks(2, refused_job, {"device": "cpu"}, machine(0.2)) == ["", ""]
+
+
+def test_a_ratio_that_would_fit_is_named() -> None:
+    # as if there were an accelerator with room; 60 M parameters with 14 bytes on the host each are 0.8 GiB
+    free = machine(0.7, device_gib=20)
+    (line,) = run_on_ranks(1, refused_job, {"device": "cpu"}, free, 60)
+    found = line.rsplit("what would fit: zero_optimization.offload_optimizer.ratio ", 1)
+    assert len(found) == 2, line
+    assert 0 < float(found[1]) < 0.5, "half a GiB is kept free"
+    assert run_on_ranks(1, refused_job, {"device": "cpu", "ratio": float(found[1])}, free, 60) == [""]
+
+
+@pytest.mark.parametrize(("host_gib", "helps"), [(40.0, True), (0.01, False)])
+def test_offloading_is_named_where_it_would_help(host_gib: float, helps: bool) -> None:
+    (line,) = run_on_ranks(1, refused_job, {}, machine(host_gib, device_gib=0.08))
+    assert line.startswith("device memory: ") and "before any activation" in line
+    assert line.endswith('what would fit: zero_optimization.offload_optimizer.device "cpu"') == helps

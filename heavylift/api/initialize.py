@@ -14,10 +14,11 @@ from heavylift.api.arguments import find_config
 from heavylift.api.dataloader import EngineDataLoader
 from heavylift.api.distributed import Ranks, discover_ranks, init_distributed
 from heavylift.api.engine import Engine
+from heavylift.api.memory_check import check_memory
 from heavylift.api.optimizer_choice import OptimizerChoice, choose_optimizer
 from heavylift.api.owners import register_optimizer
 from heavylift.api.partition import mark_sharded
-from heavylift.api.prepare import PreparedModel, check_model, prepare_model
+from heavylift.api.prepare import TORCH_DTYPES, PreparedModel, check_model, prepare_model
 from heavylift.api.torch_step import TorchStep
 from heavylift.config.deepspeed.settings import Settings
 from heavylift.config.deepspeed.sources import read_source
@@ -158,11 +159,13 @@ def build_optimizer(
             step.write_master(params[name], values)
         return step
     groups = [make_group(g.name, g.params, g.module) for g in prepared.sharded.groups]
+    options = tiered_options(settings, ranks)
+    check_memory(prepared.sharded, TORCH_DTYPES[settings.precision], options, ranks)
     try:
         tiered = TieredAdamW(
             choice.param_groups,
             groups=[g for g in groups if g is not None],
-            options=tiered_options(settings, ranks),
+            options=options,
         )
     except MemoryError as error:
         raise UserError(
