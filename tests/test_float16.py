@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,7 @@ PLACES = [TieredOptions(), TieredOptions(Tier.HOST), TieredOptions(Tier.HOST, 0.
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 @pytest.mark.parametrize("schedule", ["synchronous", "deferred", "auto"])
 def test_a_power_of_two_changes_no_bit(schedule: str, clip: float) -> None:
-    for place, num_micro in product(PLACES, (1, 3)):
+    for place, num_micro in ((PLACES[0], 1), (PLACES[1], 3), (PLACES[2], 1), (PLACES[2], 3)):
         changed = replace(place, max_grad_norm=clip, accumulate=num_micro > 1)
         exact = run_small(changed, 1.0, num_micro)
         other = run_small(replace(changed, schedule=Schedule(schedule)), 2.0**12, num_micro, stay=2.0**7)
@@ -295,7 +294,7 @@ def schedules_job(folder: Path, setup: Setup, overflow_at: int) -> list[tuple[st
     half = replace(setup, dtype=torch.float16)
     reference = scaled_steps(build(folder, half), half, SCALED, overflow_at)
     found = []
-    for schedule, ratio in product(("synchronous", "deferred", "auto"), (1.0, 0.37, 0.0)):
+    for schedule, ratio in (("synchronous", 0.37), ("deferred", 1.0), ("auto", 0.37), ("auto", 0.0)):
         other = scaled_steps(build(folder, replace(half, schedule=schedule, ratio=ratio)), half, SCALED, overflow_at)
         differ = [n for n, t in reference.tensors.items() if not same_bits(t, other.tensors[n])]
         other.tensors = {}

@@ -236,8 +236,7 @@ def bf16_job(folder: Path, setup: Setup) -> list[tuple[str, Difference, tuple[bo
     found = []
     for change in (
         {"schedule": "deferred"},
-        {"schedule": "auto", "ratio": 0.37},
-        {"ratio": 0.81, "native": False},
+        {"schedule": "auto", "ratio": 0.37, "native": False},
         {"tier": "device"},
     ):
         other = run(folder, replace(setup, **change), STEPS, disturbance)
@@ -309,9 +308,8 @@ def test_bf16_moments_refuse_schedules_that_may_have_to_revise(schedule: str) ->
 
 SETTINGS = [
     (1, Setup(dtype=BF16, clip=0.05), "late"),
-    (2, Setup(dtype=BF16, clip=1e6, two_groups=True), "late"),
+    (2, Setup(dtype=BF16, stage=2, clip=1e6, two_groups=True, freeze=("model.layers.0.*",)), "late"),
     (2, Setup(dtype=BF16, stage=1, accumulation=4, clip=0.05), "all"),
-    (2, Setup(dtype=BF16, stage=2, clip=0.0, freeze=("model.layers.0.*",)), ""),
 ]
 
 
@@ -329,7 +327,7 @@ def formats_job(folder: Path, setup: Setup, bad: str) -> list[tuple[str, Differe
     return [*found, ("device", compare(*pair), {})]
 
 
-@pytest.mark.parametrize(("world", "setup", "bad"), SETTINGS, ids=["1-clipped", "2-calm", "2-accumulated", "2-frozen"])
+@pytest.mark.parametrize(("world", "setup", "bad"), SETTINGS, ids=["1-clipped", "2-calm", "2-accumulated"])
 def test_split_equals_fp32_to_the_bit(world: int, setup: Setup, bad: str, odd_llama: Path) -> None:
     """Also where steps are corrected and taken back: the same arithmetic on the same values."""
     seen: set[Operation] = set()
