@@ -270,7 +270,6 @@ def test_null_blocks_are_as_if_absent() -> None:
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "gradient_clipping"),
         ({"optimizer": {"type": "SGD", "params": {"max_grad_norm": 1.0}}}, "gradient_clipping"),
         ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "remove it"),
-        ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "remove it"),
         *(({"optimizer": {"type": name}}, instead) for name, instead in REFUSED_OPTIMIZERS.items()),
     ],
 )

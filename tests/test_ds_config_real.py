@@ -64,7 +64,7 @@ EXPECTED: dict[str, tuple[int, Precision, Tier, str | None, str | None, tuple[in
 
 REFUSED = {
     "autotuning": ["autotuning"],
-    "bert_max_grad_norm": ["optimizer.params.max_grad_norm", "optimizer.params.bias_correction"],
+    "bert_max_grad_norm": ["optimizer.params.max_grad_norm"],
     "cosine_with_rates": ["scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_lr"],
     "fp8_block": ["fp8"],
     "monitor_config": ["comms_config", "monitor_config"],

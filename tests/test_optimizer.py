@@ -289,3 +289,30 @@ def test_late_parameter_groups_are_refused() -> None:
     optimizer = TieredAdamW(model.always.parameters())
     with pytest.raises(RuntimeError, match="all parameter groups at construction"):
         optimizer.add_param_group({"params": list(model.sometimes.parameters())})
+
+
+# ---- without bias correction --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", TIERS, ids=["device", "host", "ratio"])
+def test_without_bias_correction_the_moments_are_used_as_they_are(options: TieredOptions) -> None:
+    grads = torch.randn(4, 50, generator=torch.Generator().manual_seed(5))
+    param = nn.Parameter(torch.linspace(-1, 1, 50))
+    p, m, v = param.detach().double(), torch.zeros(50, dtype=torch.float64), torch.zeros(50, dtype=torch.float64)
+    optimizer = TieredAdamW([param], lr=1e-2, weight_decay=0.1, bias_correction=False, options=options)
+    for grad in grads:
+        param.grad = grad.clone()
+        optimizer.step()
+        m = 0.9 * m + 0.1 * grad
+        v = 0.999 * v + 0.001 * grad.double() ** 2
+        p = p * (1 - 1e-2 * 0.1) - 1e-2 * m / (v.sqrt() + 1e-8)
+    torch.testing.assert_close(param.detach().double(), p, rtol=1e-5, atol=1e-6)
+    optimizer.close()
+
+
+def test_a_state_of_before_that_key_is_loaded() -> None:
+    optimizer = TieredAdamW([nn.Parameter(torch.ones(3))])
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0]["bias_correction"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["bias_correction"] is True

@@ -105,15 +105,20 @@ def _from_settings(
     groups = as_groups(_parameters_or_all(model, model_parameters))
     _check_trainable(groups)
     adam = settings.name.lower() in ADAM_NAMES
-    if adam and not settings.bias_correction:
-        raise UserError("optimizer.params.bias_correction: only true is supported; remove it")
     decays = settings.weight_decay != 0 or any(group.get("weight_decay", 0) for group in groups)
-    if adam and (settings.decoupled or not decays) and not settings.more:
+    coupled = adam and decays and not settings.decoupled
+    if coupled and not settings.bias_correction:
+        raise UserError(
+            "optimizer.params.bias_correction: false is there with decoupled weight decay only; remove it, or set "
+            "adam_w_mode to true"
+        )
+    if adam and not coupled and not settings.more:
         defaults = {
             "lr": settings.lr,
             "betas": settings.betas,
             "eps": settings.eps,
             "weight_decay": settings.weight_decay,
+            "bias_correction": settings.bias_correction,
         }
         for group in groups:
             for key, value in defaults.items():
@@ -193,7 +198,7 @@ def is_plain_adamw(optimizer: torch.optim.Optimizer) -> bool:
     if type(optimizer).__name__ not in _ADAM_CLASSES:
         return False
     for group in optimizer.param_groups:
-        if group.get("amsgrad") or group.get("maximize") or not group.get("bias_correction", True):
+        if group.get("amsgrad") or group.get("maximize"):
             return False
         decoupled = type(optimizer).__name__ == "AdamW" or group.get("decoupled_weight_decay", False)
         decoupled = group.get("adam_w_mode", decoupled) if "adam_w_mode" in group else decoupled

@@ -39,8 +39,6 @@ class _Adam(torch.optim.Optimizer):
         name = type(self).__name__
         if amsgrad:
             raise UserError(f"{name}: amsgrad is not supported; leave it out")
-        if not bias_correction:
-            raise UserError(f"{name}: bias_correction=False is not supported; leave it out")
         if isinstance(lr, bool) or not lr >= 0:
             raise UserError(f"{name}: lr should be a number from 0 on, got {lr!r}")
         defaults = {
@@ -65,7 +63,13 @@ class _Adam(torch.optim.Optimizer):
 
     def _make_inner(self) -> torch.optim.Optimizer:
         # the dictionaries of the groups are shared, so that a scheduler's learning rate arrives
-        if any(not group["adam_w_mode"] and group["weight_decay"] != 0 for group in self.param_groups):
+        coupled = [group for group in self.param_groups if not group["adam_w_mode"] and group["weight_decay"] != 0]
+        if any(not group["bias_correction"] for group in coupled):
+            raise UserError(
+                f"{type(self).__name__}: bias_correction=False is there with decoupled weight decay only; leave "
+                "it out, or set adam_w_mode=True"
+            )
+        if coupled:
             return torch.optim.Adam(self.param_groups)
         return TieredAdamW(self.param_groups, options=TieredOptions(self._tier))
 

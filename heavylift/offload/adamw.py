@@ -26,7 +26,10 @@ _CHUNK_DEVICE = 2**26
 
 @dataclass(frozen=True)
 class AdamWHyper:
-    """What one step needs beside the tensors. `step` counts from 1; `grad_scale` multiplies the gradient first."""
+    """What one step needs beside the tensors. `step` counts from 1; `grad_scale` multiplies the gradient first.
+
+    Without `bias_correction` the moments are used as they are, too small in the first steps, as BERT was trained.
+    """
 
     lr: float
     beta1: float
@@ -35,6 +38,7 @@ class AdamWHyper:
     weight_decay: float
     step: int
     grad_scale: float = 1.0
+    bias_correction: bool = True
 
     def __post_init__(self) -> None:
         assert self.step >= 1, f"step counts from 1, got {self.step}"
@@ -43,8 +47,8 @@ class AdamWHyper:
 
     def scalars(self) -> AdamWScalars:
         """The factors of this step: computed in double precision, each rounded once to float32."""
-        bias1 = 1 - self.beta1**self.step
-        bias2 = 1 - self.beta2**self.step
+        bias1 = 1 - self.beta1**self.step if self.bias_correction else 1.0
+        bias2 = 1 - self.beta2**self.step if self.bias_correction else 1.0
         return AdamWScalars(
             grad_scale=_float32(self.grad_scale),
             decay=_float32(1 - self.lr * self.weight_decay),

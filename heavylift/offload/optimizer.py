@@ -108,13 +108,15 @@ class TieredAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        bias_correction: bool = True,
         *,
         groups: Sequence[Group] | None = None,
         options: TieredOptions | None = None,
     ) -> None:
         self._laid_out = False
         self._closed = False
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "bias_correction": bias_correction})
         self.options = options or TieredOptions()
         self.usage = TierUsage()
         self.timeline = Timeline()
@@ -328,8 +330,16 @@ class TieredAdamW(torch.optim.Optimizer):
         """The segment's step by its count and the hyperparameters as they are now."""
         pg = self.param_groups[self._param_group_of[segment.param]]
         beta1, beta2 = pg["betas"]
-        lr, eps, decay = float(pg["lr"]), pg["eps"], pg["weight_decay"]
-        hyper = AdamWHyper(lr, beta1, beta2, eps, decay, segment.num_steps, grad_scale=1 / self._grad_scale)
+        hyper = AdamWHyper(
+            float(pg["lr"]),
+            beta1,
+            beta2,
+            pg["eps"],
+            pg["weight_decay"],
+            segment.num_steps,
+            grad_scale=1 / self._grad_scale,
+            bias_correction=pg["bias_correction"],
+        )
         return SegmentStep(segment, hyper)
 
     def set_grad_scale(self, scale: float) -> None:

@@ -21,9 +21,9 @@ class AdamParams(Block):
     adam_w_mode: Annotated[
         Switch, done("With type Adam: false adds the decay to the gradient (L2), which needs states on the device.")
     ] = True
-    bias_correction: Annotated[Switch, refused("remove it: the moments' bias is always corrected", agrees=(True,))] = (
-        True
-    )
+    bias_correction: Annotated[
+        Switch, done("False: the moments are used as they are, as BERT was trained; needs decoupled decay.")
+    ] = True
     amsgrad: Annotated[Switch, refused("remove it, as in DeepSpeed")] = False
     torch_adam: Annotated[Switch, no_effect("the step equals torch.optim.AdamW's", agrees=(False,))] = False
     fp32_optimizer_states: Annotated[Switch, no_effect("moments are always float32", agrees=(True,))] = True
