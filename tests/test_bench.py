@@ -147,7 +147,10 @@ def test_clipping_accumulation_and_profile(recipe: Path, run_heavylift: Run, tmp
     assert any(e["name"].startswith("accumulate ") for e in read(tmp_path / "two.trace.json")["traceEvents"])
     steps = read(tmp_path / "two.json")["steps"]
     assert [(step["schedule"], step["clipped"]) for step in steps] == [("deferred", True)] * 3
-    assert all(step["accumulate_s"] > 0 and step["exposed_s"] >= step["accumulate_s"] for step in steps)
+    # the worker adds beside backward: how much of that training waits for depends on the machine, that it was done not
+    assert all(step["accumulate_s"] > 0 for step in steps)
+    work = ("cpu_s", "accumulate_s", "slot_s", "issue_s")
+    assert all(0 <= step["exposed_s"] <= sum(step[name] for name in work) + 1e-9 for step in steps)
 
 
 def test_without_a_host_tier_there_is_nothing_to_hide(recipe: Path, run_heavylift: Run, tmp_path: Path) -> None:

@@ -229,7 +229,8 @@ def num_threads() -> int:
 
 def many_optimizers_job(schedule: str, accumulate: bool) -> dict[str, Any]:
     """Twenty optimizers, one after the other, of the same 1.5 million parameters."""
-    params = [nn.Parameter(torch.randn(500_000)) for _ in range(3)]
+    # far from 0: a value that comes to be exactly 0 has no gradient any more
+    params = [nn.Parameter(torch.rand(500_000) + 1) for _ in range(3)]
     options = TieredOptions(Tier.HOST, schedule=Schedule(schedule), accumulate=accumulate, num_threads=2)
     threads, resident, moved = [], [], []
     for _ in range(20):
