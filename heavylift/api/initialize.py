@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from heavylift.api import script_errors
+from heavylift.api.agreement import check_same_everywhere
 from heavylift.api.arguments import find_config
 from heavylift.api.dataloader import EngineDataLoader
 from heavylift.api.distributed import Ranks, discover_ranks, init_distributed
@@ -57,8 +58,8 @@ def initialize(
     configuration. `model_parameters`: what the configured optimizer trains, parameters or groups with their own lr and
     weight_decay; default: all that have requires_grad. `training_data`: a dataset, for the dataloader.
 
-    A collective: every rank calls it, under `heavylift launch`, torchrun, mpirun or srun, or a single process on its
-    own. Raises UserError for what cannot be done as asked.
+    A collective: every rank calls it, with the same, under `heavylift launch`, torchrun, mpirun or srun, or a single
+    process on its own. Raises UserError for what cannot be done as asked, and where the ranks bring different things.
     """
     script_errors.install()
     _refuse_parallelism(mpu, mesh_param)
@@ -71,6 +72,7 @@ def initialize(
     _bind_where_it_steps(settings, ranks)
     choice = choose_optimizer(module, optimizer, model_parameters, settings)
     names = [] if choice is None else choice.remember_names(module)
+    check_same_everywhere(module, settings, choice, names)
     if choice is not None:
         _freeze_the_rest(module, {name for group in names for name in group}, ranks)
     prepared = prepare_model(module, settings, ranks.device)
