@@ -12,61 +12,42 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "DeepSpeedCPUAdam": "heavylift.api.optimizers",
-    "DeepSpeedConfig": "heavylift.api.config_object",
     "Engine": "heavylift.api.engine",
-    "DeepSpeedEngine": "heavylift.api.engine:Engine",
-    "FusedAdam": "heavylift.api.optimizers",
-    "OnDevice": "heavylift.api.on_device",
     "UserError": "heavylift.errors",
-    "DeepSpeedConfigError": "heavylift.errors:UserError",
-    "add_config_arguments": "heavylift.api.arguments",
-    "get_accelerator": "heavylift.api.accelerator",
-    "init_distributed": "heavylift.api.distributed",
     "initialize": "heavylift.api.initialize",
+    "init_distributed": "heavylift.api.distributed",
+    "add_config_arguments": "heavylift.api.arguments",
+    "DeepSpeedCPUAdam": "heavylift.api.optimizers",
+    "FusedAdam": "heavylift.api.optimizers",
 }
-"""Public name -> module, or module:name where it has another name there."""
-_MODULES = {
-    "checkpointing": "heavylift.api.activation_checkpointing",
-    "comm": "heavylift.api.comm",
-    "ops": "heavylift.api.ops",
-    "utils": "heavylift.api.utils",
-    "zero": "heavylift.api.zero",
-}
-"""Public names that are modules."""
+"""Public name -> its module."""
+_DEEPSPEED = frozenset(
+    """
+    DeepSpeedConfig DeepSpeedConfigError DeepSpeedDataLoader DeepSpeedEngine DeepSpeedHybridEngine InferenceEngine
+    OnDevice PipelineEngine PipelineModule accelerator activation_checkpointing add_tuning_arguments checkpointing comm
+    dist elasticity get_accelerator init_inference log_dist logger lr_schedules moe ops pipe profiling runtime
+    tp_model_init utils zero
+    """.split()
+)
+"""Names that `import heavylift as deepspeed` gives beside those, the very objects of `heavylift.compat.deepspeed`: both
+imports know the same. Left out are its `checkpoint`, `launcher` and `monitor`: two are names of packages of ours."""
 
-__all__ = [
-    "DeepSpeedCPUAdam",
-    "DeepSpeedConfig",
-    "DeepSpeedConfigError",
-    "DeepSpeedEngine",
-    "Engine",
-    "FusedAdam",
-    "OnDevice",
-    "UserError",
-    "add_config_arguments",
-    "checkpointing",
-    "comm",
-    "get_accelerator",
-    "init_distributed",
-    "initialize",
-    "ops",
-    "utils",
-    "zero",
-]
+__all__ = [*_HOMES, *sorted(_DEEPSPEED)]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(_MODULES[name])
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, other = home.partition(":")
-    value = getattr(import_module(module), other or name)
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    elif name in _DEEPSPEED:
+        value = getattr(import_module("heavylift.compat.deepspeed"), name)
+    else:
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; docs/deepspeed_api.md lists the names of DeepSpeed's that "
+            "are here, and how deeper modules are imported"
+        )
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_MODULES})
+    return sorted({*globals(), *_HOMES, *_DEEPSPEED})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
@@ -9,7 +10,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import pytest
 from conftest import command_env
 
 import heavylift
@@ -20,7 +23,7 @@ FOLDER = ROOT / "heavylift" / "compat" / "deepspeed"
 NAMES = {
     "": "DeepSpeedConfigError OnDevice add_config_arguments init_distributed initialize DeepSpeedEngine "
     "DeepSpeedConfig zero ops utils comm runtime checkpointing get_accelerator log_dist logger "
-    "PipelineModule init_inference",
+    "PipelineModule init_inference add_tuning_arguments",
     "accelerator": "get_accelerator",
     "accelerator.real_accelerator": "get_accelerator",
     "checkpointing": "checkpoint configure is_configured reset",
@@ -67,7 +70,7 @@ NAMES = {
     "utils.timer": "SynchronizedWallClockTimer ThroughputTimer",
     "utils.zero_to_fp32": "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
     "load_state_dict_from_zero_checkpoint",
-    "zero": "GatheredParameters Init MiCS_Init",
+    "zero": "GatheredParameters Init MiCS_Init set_weights_source RandomWeights",
 }
 """Names found in public code that uses DeepSpeed."""
 
@@ -80,10 +83,14 @@ def run_python(code: str, *, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_every_listed_name_is_imported(tmp_path: Path) -> None:
     code = f"""
-import importlib, importlib.metadata, importlib.util, pkgutil, sys
+import functools, importlib, importlib.metadata, importlib.util, pkgutil, sys
 import heavylift.compat
-heavylift.compat.install(); heavylift.compat.install()
 names = {NAMES!r}
+for path, words in names.items():  # `import heavylift as deepspeed`, nothing else imported
+    if path.partition(".")[0] not in ("checkpoint", "launcher", "monitor") and path != "utils.zero_to_fp32":
+        for word in words.split():
+            functools.reduce(getattr, (path + "." + word).lstrip(".").split("."), heavylift)
+heavylift.compat.install(); heavylift.compat.install()
 for path, words in names.items():
     module = importlib.import_module("deepspeed" + ("." + path if path else ""))
     missing = [word for word in words.split() if not hasattr(module, word)]
@@ -98,6 +105,7 @@ assert importlib.util.find_spec("deepspeed") is not None
 assert importlib.metadata.version("torch")
 for found in pkgutil.walk_packages(deepspeed.__path__, "deepspeed."):
     importlib.import_module(found.name)
+assert callable(deepspeed.utils.z3_leaf_module)  # its module has its name
 for statement in ("import deepspeed.sparse", "from deepspeed.ops.adam import Nonsense", "import deepspeed.ops.adam.x"):
     try: exec(statement)
     except ImportError as error: print(type(error).__name__, error)
@@ -148,8 +156,10 @@ def test_modules_there_only_re_export() -> None:
 
 
 def test_nothing_imports_the_folder() -> None:
+    """Only the package itself does, for the names of `import heavylift as deepspeed`, when they are used."""
+    package = ROOT / "heavylift" / "__init__.py"
     for path in (ROOT / "heavylift").rglob("*.py"):
-        if FOLDER not in path.parents:
+        if FOLDER not in path.parents and path != package:
             assert "heavylift.compat.deepspeed" not in path.read_text(), path
 
 
@@ -185,10 +195,39 @@ def _refusing_functions() -> list[object]:
     return [refused.init_inference, refused.tp_model_init]
 
 
-def test_heavylift_as_deepspeed_has_the_top_level_names() -> None:
-    """`import heavylift as deepspeed` is enough for these."""
-    for word in ("initialize", "add_config_arguments", "init_distributed", "DeepSpeedEngine", "DeepSpeedConfigError"):
-        assert getattr(heavylift, word) is _resolve(word), word
-    for word in ("zero", "utils", "comm", "ops", "checkpointing", "OnDevice", "get_accelerator"):
-        assert getattr(heavylift, word) is not None, word
+def test_heavylift_as_deepspeed_has_the_same_top_level_names() -> None:
+    """`import heavylift as deepspeed`: the same objects as under `--as-deepspeed`."""
+    compat = importlib.import_module("heavylift.compat.deepspeed")
+    own = {"checkpoint", "launcher", "monitor"} | {"__version__", "__git_branch__", "__git_hash__"}
+    for word in set(compat.__all__) - own:
+        assert word in heavylift.__all__, word
+        assert getattr(heavylift, word) is getattr(compat, word), word
+    assert set(heavylift.__all__) - set(compat.__all__) == {"Engine", "UserError", "DeepSpeedCPUAdam", "FusedAdam"}
+    assert all(getattr(heavylift, word) is not None for word in heavylift.__all__)
+    with pytest.raises(heavylift.UserError, match="init_inference: .* not supported; call the model"):
+        heavylift.init_inference(None)
+    with pytest.raises(AttributeError, match="no attribute 'init_compression'; docs/deepspeed_api.md lists"):
+        heavylift.init_compression  # noqa: B018
     assert json.dumps(heavylift.__version__)
+
+
+def test_zero_is_the_same_by_every_path() -> None:
+    from heavylift.api import zero
+
+    for path in ("zero", "runtime.zero"):
+        module = _resolve(path)
+        assert isinstance(module, ModuleType)
+        assert {word for word in zero.__all__ if getattr(module, word, None) is not getattr(zero, word)} == set(), path
+
+
+def test_imports_on_the_pages_are_there() -> None:
+    """What README and docs write in place of DeepSpeed's imports, names reached through `deepspeed` included."""
+    pages = [ROOT / "README.md", ROOT / "docs" / "deepspeed.md", ROOT / "docs" / "deepspeed_api.md"]
+    text = "\n".join(page.read_text() for page in pages)
+    imports = re.findall(r"from (heavylift\.[\w.]+) import (\w+)", text)
+    assert imports
+    for module, word in imports:
+        assert getattr(importlib.import_module(module), word) is not None, (module, word)
+    for path in re.findall(r"(?<![\w.])deepspeed((?:\.[A-Za-z]\w*)+)", text):
+        if path not in (".x", ".md", ".__version__"):
+            functools.reduce(getattr, path.strip(".").split("."), heavylift)

@@ -11,6 +11,7 @@ from heavylift.api.distributed import init_distributed
 from heavylift.api.engine import Engine as DeepSpeedEngine
 from heavylift.api.initialize import initialize
 from heavylift.api.logs import log_dist, logger
+from heavylift.api.lr_arguments import add_tuning_arguments
 from heavylift.api.on_device import OnDevice
 from heavylift.api.refused import (
     DeepSpeedHybridEngine,
@@ -22,7 +23,22 @@ from heavylift.api.refused import (
 )
 from heavylift.errors import UserError as DeepSpeedConfigError
 
-from . import accelerator, checkpointing, comm, elasticity, moe, ops, pipe, runtime, utils, zero
+from . import (
+    accelerator,
+    checkpoint,
+    checkpointing,
+    comm,
+    elasticity,
+    launcher,
+    moe,
+    monitor,
+    ops,
+    pipe,
+    profiling,
+    runtime,
+    utils,
+    zero,
+)
 from .git_version_info import git_branch as __git_branch__
 from .git_version_info import git_hash as __git_hash__
 from .git_version_info import version as __version__
@@ -46,6 +62,8 @@ __all__ = [
     "accelerator",
     "activation_checkpointing",
     "add_config_arguments",
+    "add_tuning_arguments",
+    "checkpoint",
     "checkpointing",
     "comm",
     "dist",
@@ -54,12 +72,15 @@ __all__ = [
     "init_distributed",
     "init_inference",
     "initialize",
+    "launcher",
     "log_dist",
     "logger",
     "lr_schedules",
     "moe",
+    "monitor",
     "ops",
     "pipe",
+    "profiling",
     "runtime",
     "tp_model_init",
     "utils",

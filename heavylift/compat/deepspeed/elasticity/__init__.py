@@ -8,10 +8,14 @@ from heavylift.api.elasticity import (
     elasticity_enabled,
 )
 
+from . import config, elasticity
+
 __all__ = [
     "ElasticityConfigError",
     "ElasticityError",
     "ElasticityIncompatibleWorldSize",
     "compute_elastic_config",
+    "config",
+    "elasticity",
     "elasticity_enabled",
 ]

@@ -1,1 +1,5 @@
 """The launcher is `heavylift launch`."""
+
+from . import runner
+
+__all__ = ["runner"]

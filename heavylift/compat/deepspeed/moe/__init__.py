@@ -2,4 +2,6 @@
 
 from heavylift.api.refused import MoE
 
-__all__ = ["MoE"]
+from . import layer
+
+__all__ = ["MoE", "layer"]

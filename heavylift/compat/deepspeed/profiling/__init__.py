@@ -1,1 +1,5 @@
 """Profilers."""
+
+from . import flops_profiler
+
+__all__ = ["flops_profiler"]

@@ -3,7 +3,6 @@
 from heavylift.api.utils import (
     OnDevice,
     RepeatingLoader,
-    get_z3_leaf_modules,
     log_dist,
     logger,
     safe_get_full_fp32_param,
@@ -20,6 +19,13 @@ from heavylift.api.utils import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
     set_log_level_from_string,
+)
+
+from . import groups, init_on_device, logging, tensor_fragment, timer
+
+# the module first: imported later it would hide the function of its name
+from .z3_leaf_module import (
+    get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
@@ -28,13 +34,12 @@ from heavylift.api.utils import (
     z3_leaf_module,
 )
 
-from . import groups, logging
-
 __all__ = [
     "OnDevice",
     "RepeatingLoader",
     "get_z3_leaf_modules",
     "groups",
+    "init_on_device",
     "log_dist",
     "logger",
     "logging",
@@ -56,6 +61,8 @@ __all__ = [
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix",
+    "tensor_fragment",
+    "timer",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
 ]

@@ -2,4 +2,6 @@
 
 from heavylift.api.optimizers import DeepSpeedCPUAdam, FusedAdam, ZenFlowCPUAdam
 
-__all__ = ["DeepSpeedCPUAdam", "FusedAdam", "ZenFlowCPUAdam"]
+from . import cpu_adam, fused_adam
+
+__all__ = ["DeepSpeedCPUAdam", "FusedAdam", "ZenFlowCPUAdam", "cpu_adam", "fused_adam"]
