@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,82 @@ def overflow_job() -> list[bool]:
 
 def test_a_skipped_step_is_told_by_the_name_that_accelerate_looks_for() -> None:
     assert run_on_ranks(1, overflow_job) == [[False, True, False, True]]
+
+
+def names_job(kind: str, offloaded: bool) -> dict[str, Any]:
+    """DeepSpeed's names at an engine and its optimizer: float16, an overflow, a learning rate set by hand."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0,
+        "fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1},
+        "optimizer": {"type": kind, "params": {"lr": 0.5}},
+        "zero_optimization": {
+            "stage": 2,
+            **({"offload_optimizer": {"device": "cpu", "ratio": 0.5}} if offloaded else {}),
+        },
+    }
+    model = nn.Linear(3, 2)
+    engine, optimizer, *_ = heavylift.initialize(model=model, config=config)
+
+    def weights_after(factor: float, lr: float) -> torch.Tensor:
+        engine.set_lr(lr)
+        engine.backward(engine(torch.ones(2, 3).half()).sum() * factor)
+        engine.step()
+        return whole_weights(engine)
+
+    start = whole_weights(engine)
+    scales = [(optimizer.loss_scale, optimizer.cur_scale, optimizer.loss_scaler.cur_scale)]
+    still = weights_after(1.0, 0.0)
+    moved = weights_after(1.0, 0.25)
+    weights_after(float("inf"), 0.25)
+    scales.append((optimizer.loss_scale, optimizer.cur_scale, engine.loss_scaler.loss_scale))
+    block = engine.zero_offload_optimizer()
+    total = torch.ones(1)
+    dist.all_reduce(total, group=engine.data_parallel_group)
+    with pytest.raises(UserError, match="set_lr: expected a number from 0 on, got -1"):
+        engine.set_lr(-1)
+    result = {
+        "scales": scales,
+        "dynamic": engine.loss_scaler.dynamic,
+        "lr": engine.get_lr(),
+        "still": torch.equal(start, still),
+        "moved_by": (still - moved).flatten().tolist(),
+        "ranks": (engine.dp_world_size, engine.mp_world_size, int(total)),
+        "block": None if block is None else (block.device, block.ratio),
+        "offloads": engine.zero_cpu_offload(),
+        "names": {n for n in [*vars(engine), *(n for c in engine_classes() for n in vars(c))] if not n.startswith("_")},
+        "torch's names": set(vars(nn.Module())),
+    }
+    engine.destroy()
+    return result
+
+
+def whole_weights(engine: heavylift.Engine) -> torch.Tensor:
+    return heavylift.utils.safe_get_full_fp32_param(engine.module.weight).clone()
+
+
+def engine_classes() -> list[type]:
+    """The engine's classes without torch's."""
+    return [c for c in heavylift.Engine.__mro__ if c.__module__.startswith("heavylift.")]
+
+
+@pytest.mark.parametrize(("kind", "offloaded"), [("SGD", False), ("AdamW", True)])
+def test_an_engine_by_deepspeeds_names(kind: str, offloaded: bool) -> None:
+    """The learning rate that is set is the one that is used: lr * gradient for SGD, about lr for AdamW."""
+    first, second = run_on_ranks(2, names_job, kind, offloaded)
+    assert first == second
+    assert first["scales"] == [(16.0, 16.0, 16.0), (8.0, 8.0, 8.0)] and first["dynamic"]
+    assert first["lr"] == [0.25] and first["still"]
+    assert first["moved_by"] == pytest.approx([0.5 if kind == "SGD" else 0.25] * 6, rel=1e-3)
+    assert first["ranks"] == (2, 1, 2)
+    assert (first["block"], first["offloads"]) == (("cpu", 0.5) if offloaded else None, offloaded)
+    page = (Path(__file__).parent.parent / "docs" / "deepspeed_api.md").read_text()
+    table = page.partition("## The engine")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)(?:\(\))?`", table.partition("The engine's `optimizer` is")[0]))
+    own = "broken_by check_whole forward_method has_unreduced_gradients needs_optimizer optimizer_settle recovering "
+    own += "tell_scale scalars"  # the engine's parts use them among themselves
+    assert first["names"] - first["torch's names"] - set(own.split()) - named == set()
+    assert named - first["names"] == {"module"}
 
 
 def test_their_states_are_made_late_and_go_into_a_state_dict() -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset, Sampler
 
 from heavylift.api.dataloader import EngineDataLoader
 from heavylift.api.engine_state import EngineState
+from heavylift.api.process_groups import get_data_parallel_group
 from heavylift.config.deepspeed.settings import BatchSizes, Precision
+from heavylift.config.deepspeed.zero import OffloadOptimizer
+from heavylift.config.schema import Tier
 from heavylift.errors import UserError
 from heavylift.offload.optimizer import TieredAdamW
 
@@ -90,11 +96,41 @@ class EngineInfo(EngineState):
             pin_memory=pin_memory,
         )
 
+    # ---- ranks ----------------------------------------------------------------------------------------------------
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that share the batch: all."""
+        return self.world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that share a layer's arithmetic: there is no model parallelism, so 1."""
+        return 1
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """The process group of all ranks."""
+        return get_data_parallel_group()
+
     # ---- the optimizer --------------------------------------------------------------------------------------------
 
     def get_lr(self) -> list[float]:
         """Learning rate of every parameter group, that of the coming step."""
         return self._from_groups("lr")
+
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of every parameter group, from the coming step on; a scheduler sets it again.
+
+        Raises UserError for what is not a number from 0 on.
+        """
+        if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < math.inf:
+            raise UserError(f"set_lr: expected a number from 0 on, got {lr!r}")
+        for group in self.needs_optimizer("set_lr").param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)  # optimizers captured in a graph hold on to the tensor
+            else:
+                group["lr"] = lr
 
     def get_type(self) -> list[Any]:
         """`type` of every parameter group that has one."""
@@ -123,6 +159,17 @@ class EngineInfo(EngineState):
     def zero_optimization_stage(self) -> int:
         """0 to 3."""
         return self.settings.stage
+
+    def zero_offload_optimizer(self) -> OffloadOptimizer | None:
+        """The `offload_optimizer` block in effect, with `device` "cpu"; None where the states lie on the device."""
+        offload = self.settings.offload
+        if offload.tier is not Tier.HOST:
+            return None
+        return OffloadOptimizer(device="cpu", ratio=offload.ratio, cpuadam_cores_perc=offload.cores_perc)
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether optimizer states lie on the host."""
+        return self.settings.offload.tier is Tier.HOST
 
     def zero_optimization_partition_weights(self) -> bool:
         """Whether parameters are sharded: stage 3."""

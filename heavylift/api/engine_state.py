@@ -44,6 +44,8 @@ class EngineState(nn.Module):
         self.scalars: frozenset[str] = frozenset()
         """Names of parameters that had no dimension before they were sharded."""
         self.loss_scaler = LossScaler(settings.loss_scale)
+        if optimizer is not None:
+            optimizer.loss_scaler = self.loss_scaler
         self.training_dataloader: EngineDataLoader | None = None
         self.device = ranks.device
         self.global_rank = ranks.rank

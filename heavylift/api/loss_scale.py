@@ -32,6 +32,21 @@ class LossScaler:
         """Whether the scale can move."""
         return self._settings is not None and self._settings.static_scale is None
 
+    @property
+    def loss_scale(self) -> float:
+        """`scale`, by the name that scripts for DeepSpeed look for."""
+        return self.scale
+
+    @property
+    def cur_scale(self) -> float:
+        """`scale`, by DeepSpeed's other name for it."""
+        return self.scale
+
+    @property
+    def dynamic(self) -> bool:
+        """`is_dynamic`, by DeepSpeed's name."""
+        return self.is_dynamic
+
     def update(self, overflow: bool) -> None:
         """After a step: `overflow` where it was skipped because a gradient was not finite.
 

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
 from heavylift.offload.groups import local_tensor
+from heavylift.offload.loss_scale_names import TellsLossScale
 
 
-class TorchStep(torch.optim.Optimizer):
+class TorchStep(TellsLossScale, torch.optim.Optimizer):
     """Wraps `inner`, an optimizer over the sharded parameters themselves; shares its groups, state and defaults."""
 
     def __init__(self, inner: torch.optim.Optimizer, max_grad_norm: float) -> None:

@@ -24,6 +24,7 @@ from heavylift.offload.gates import install_gate
 from heavylift.offload.gradients import GradientAccumulation, accumulated_sums, global_norm, shard_process_groups
 from heavylift.offload.groups import Group, Segment, num_shards, plain_groups
 from heavylift.offload.kernels import device_kernel, host_kernel
+from heavylift.offload.loss_scale_names import TellsLossScale
 from heavylift.offload.overlap import OverlappedSteps
 from heavylift.offload.policy import SchedulePolicy
 from heavylift.offload.staging import StagingRing
@@ -86,7 +87,7 @@ class TieredOptions:
         return None if self.keeps_gradients else dtype
 
 
-class TieredAdamW(torch.optim.Optimizer):
+class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
     """AdamW (decoupled weight decay) on tiers.
 
     `params` and the hyperparameters are as in `torch.optim.AdamW`: parameters or parameter groups with their own lr,
