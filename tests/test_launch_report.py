@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,26 +13,86 @@ from pathlib import Path
 import pytest
 from conftest import command_env
 
+import heavylift.api
+from heavylift.api import script_errors
+from heavylift.errors import UserError
+from heavylift.launch import failures
 from heavylift.launch.oom import OomCount, explain_kill, read_oom_count
 from heavylift.launch.rank_output import RankStderr, end_of_file, last_lines
-from heavylift.launch.report import RankFailure, report, with_told_times
+from heavylift.launch.report import RankFailure, report, show_user_errors, with_told
 
 
 def test_first_failure_by_the_time_that_ranks_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     # both seen in the same second; rank 1 raised first, rank 0 only lost its connection
     seen = [RankFailure(0, 0, 1, 100.0), RankFailure(1, 1, 1, 100.0)]
-    (tmp_path / "failed.0").write_text("100900000000")
-    (tmp_path / "failed.1").write_text("100100000000")
-    told = with_told_times(seen, tmp_path)
-    none = OomCount(None, None, None)
+    for rank, when in ((0, 100.9), (1, 100.1)):
+        note = {"rank": rank, "seconds": when, "code": 1, "lines": []}
+        (tmp_path / f"failed.{rank}").write_text(json.dumps(note))
+    told = with_told(seen, failures.read_told(tmp_path))
     assert report(told, 2, (none, none), lambda failure: [f"tail of {failure.rank}"]) == 1
     assert capfd.readouterr().err == "error: rank 1 of 2 failed with exit code 1; its last lines:\n  | tail of 1\n"
     assert report(told, 2, (none, none), lambda failure: []) == 1
     assert capfd.readouterr().err == "error: rank 1 of 2 failed with exit code 1\n"
 
 
+none = OomCount(None, None, None)
+
+
+def test_a_rank_tells_for_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not failures.tell(2, ["nobody listens"]) and not failures.another_has_a_user_error()
+    monkeypatch.setattr(failures, "_claim", failures._Claim())
+    for name, value in (("HEAVYLIFT_FAILURES", str(tmp_path)), ("RANK", "5"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    failures.claim_folder()
+    assert "HEAVYLIFT_FAILURES" not in os.environ  # a script that this one starts is no rank
+    assert failures.tell(2, ["one", "two"])
+    told = failures.read_told(tmp_path)
+    assert list(told) == [1] and (told[1].rank, told[1].code, told[1].lines) == (5, 2, ("one", "two"))
+    assert not failures.another_has_a_user_error()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert failures.another_has_a_user_error()
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # as after a fork
+    assert not failures.tell(2, ["not mine"])
+
+
+def test_what_a_script_calls_first_shows_its_mistakes_as_lines(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The hook is there with the first import from the api, before `initialize`."""
+    other: list[type] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: other.append(kind))
+    monkeypatch.setattr(script_errors._OneLine, "is_installed", False)
+    for name in ("RANK", "HEAVYLIFT_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    importlib.reload(heavylift.api)
+    with pytest.raises(SystemExit) as left:
+        sys.excepthook(UserError, UserError("one: in\ntwo lines", "two"), None)
+    assert left.value.code == 2 and capfd.readouterr().err == "error: one: in two lines\nerror: two\n"
+    sys.excepthook(KeyError, KeyError("k"), None)
+    assert other == [KeyError]
+
+
+def test_user_errors_are_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    told = [failures.Told(rank, 100.0 + rank, 2, lines) for rank, lines in enumerate([("a",), ("a", "b"), ("b", "c")])]
+    show_user_errors(told[::-1])
+    assert capfd.readouterr().err == "error: a\nerror: rank 1: b\nerror: rank 2: c\n"
+
+
+def test_a_rank_with_a_user_error_explains_those_that_lost_it(capfd: pytest.CaptureFixture[str]) -> None:
+    # rank 0 was seen first, and rank 1 ended by the launcher before it could leave with its own code
+    seen = [RankFailure(0, 0, 1, 103.0), RankFailure(1, 1, -signal.SIGTERM, 103.0)]
+    told = {0: failures.Told(0, 102.9, 1), 1: failures.Told(1, 100.0, 2, ("wrong",))}
+    assert report(with_told(seen, told), 2, (none, none), lambda failure: ["Traceback"], on_screen=True) == 2
+    assert capfd.readouterr().err == ""
+    # the other way round: what rank 0 says is only that rank 1 is gone
+    told = {0: failures.Told(0, 102.9, 2, ("a rank has left",)), 1: failures.Told(1, 100.0, 1)}
+    seen = [RankFailure(0, 0, 2, 103.0), RankFailure(1, 1, 1, 103.0)]
+    assert report(with_told(seen, told), 2, (none, none), lambda failure: ["ValueError"], on_screen=True) == 1
+    assert capfd.readouterr().err.startswith("error: rank 1 of 2 failed with exit code 1; its last lines:")
+
+
 def test_a_user_error_that_was_on_the_screen_is_not_said_again(capfd: pytest.CaptureFixture[str]) -> None:
-    failed, none = [RankFailure(0, 0, 2, 100.0)], OomCount(None, None, None)
+    failed = [RankFailure(0, 0, 2, 100.0)]
     said = ["loading", "error: ds.json: zero_optimization.stage: expected 0 to 3, got 7"]
     assert report(failed, 1, (none, none), lambda failure: said, on_screen=True) == 2
     assert capfd.readouterr().err == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -58,6 +59,18 @@ if how == "abort":
 if how == "text":
     sys.exit("a last word")
 sys.exit(int(how)) if how.isdigit() else os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+USER_ERROR = """
+import os, sys, torch
+import torch.distributed as dist
+import heavylift
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+if rank == 1 or sys.argv[-1] == "all":
+    heavylift.zero.set_weights_source(torch.nn.Linear(2, 2), "nowhere")
+dist.barrier()
 """
 
 
@@ -150,13 +163,17 @@ def test_as_deepspeed(here: Here, tmp_path: Path) -> None:
     ended = here("-q", "--as-deepspeed", "--num_gpus", "1", "theirs.py")
     assert ended.rc == 0, ended.err
     assert ended.out.startswith("heavylift.")
-    assert here("-q", "--num_gpus", "1", "theirs.py").out != ended.out
+    without = here("-q", "--num_gpus", "1", "theirs.py")
+    assert without.out != ended.out
+    if importlib.util.find_spec("deepspeed") is None:
+        assert without.rc == 1 and "`heavylift launch --as-deepspeed` (before the script)" in without.err
 
 
 def test_include_chooses_slots(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hosts").write_text("localhost slots=4\n")
-    ended = here("-H", "hosts", "-i", "localhost:1,3", "echo_it.py")
+    ended = here("-H", "hosts", "-i", "localhost:1,3", "--num_gpus", "-1", "echo_it.py")
     assert ended.rc == 0 and len(ended.out.splitlines()) == 2
+    assert "note: --num_gpus -1: as DeepSpeed does, taken as not given\n" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -184,6 +201,15 @@ def test_first_failure_is_shown_and_its_code_kept(
         assert "runpy" not in ended.err and "entry.py" not in ended.err and "in deep" in ended.err
     assert not [child for child in psutil.Process().children(recursive=True) if "dies.py" in child.cmdline()]
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(("who", "prefix"), [("all", ""), ("one", "rank 1: ")])
+def test_a_user_error_is_one_line_whoever_makes_it(here: Here, tmp_path: Path, who: str, prefix: str) -> None:
+    """Neither a line per rank, nor the ranks that only lost their connection, nor a summary of the same."""
+    (tmp_path / "wrong.py").write_text(USER_ERROR)
+    ended = here("-q", "--num_gpus", "2", "wrong.py", who)
+    (line,) = ended.err.splitlines()
+    assert ended.rc == 2 and line.startswith(f"error: {prefix}wrong.py:8: zero.set_weights_source: "), line
 
 
 def test_each_rank_has_its_log(here: Here, tmp_path: Path) -> None:
@@ -264,7 +290,12 @@ def test_port_in_use(here: Here, port_in_use: int) -> None:
         (["--world_info", "x", "echo_it.py"], "--world_info: this flag is for the launcher's own use"),
         (["--log_level", "loud", "echo_it.py"], "--log_level loud: expected one of"),
         (["--launcher_args", "'", "echo_it.py"], "--launcher_args"),
-        ([], "the following arguments are required: script"),
+        ([], "no script is given: heavylift launch \\[flags\\] script.py; see"),
+        (["-q"], "no script is given"),
+        (["tmp"], "tmp: this is a folder, and has no __main__.py; give the script in it"),
+        (["--num_gpu", "2", "echo_it.py"], r"unrecognized arguments: --num_gpu \(did you mean --num_gpus\?\); see"),
+        (["--as-deepsped", "echo_it.py"], r"unrecognized arguments: --as-deepsped \(did you mean --as-deepspeed\?\)"),
+        (["--xyzzy", "echo_it.py"], "unrecognized arguments: --xyzzy; see"),
     ],
 )
 def test_mistakes_are_one_line(here: Here, arguments: list[str], said: str) -> None:

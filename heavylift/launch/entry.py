@@ -21,20 +21,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import TracebackType
 from typing import NoReturn
 
+from heavylift.errors import UserError
 from heavylift.launch.binding import bind_process, num_memory_nodes, place_of_rank
+from heavylift.launch.failures import another_has_a_user_error, claim_folder, tell
 from heavylift.launch.quota import BIND_VARIABLE, PLACES_VARIABLE
 from heavylift.launch.rank_output import worker_redirect
 
 PARENT_VARIABLE = "HEAVYLIFT_LAUNCHER_PID"
-FAILURES_VARIABLE = "HEAVYLIFT_FAILURES"
-"""Folder for `failed.LOCAL_RANK`: when the worker raised, in nanoseconds since 1970."""
 AS_DEEPSPEED_VARIABLE = "HEAVYLIFT_AS_DEEPSPEED"
 """1: `import deepspeed` finds heavylift."""
 LOCAL_RANK_FLAG = "--local-rank"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_CAUSE_ENDS_US_S = 3.0
 
 
 def die_with_launcher() -> None:
@@ -92,6 +94,7 @@ def main() -> None:
     """Runs what the arguments name and leaves with its exit code."""
     die_with_launcher()
     worker_redirect()
+    claim_folder()
     bind_if_told()
     arguments = sys.argv[1:]
     with_local_rank = arguments[0] == LOCAL_RANK_FLAG
@@ -104,6 +107,10 @@ def main() -> None:
         from heavylift.compat import install
 
         install()
+    if kind != "worker":
+        from heavylift.api import script_errors
+
+        script_errors.install()
     sys.argv = [target, *rest]
     if kind in ("module", "worker"):
         if kind == "module":
@@ -133,18 +140,37 @@ def _run(code: Callable[[], object], end_with: Callable[[int], NoReturn] | None 
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             if end.code:
-                _note_failure()
+                tell(end.code)
             end_with(end.code or 0)
         print(end.code, file=sys.stderr)
-        _note_failure()
+        tell(1)
         end_with(1)
     except BaseException as error:
-        _note_failure()
+        tell(1)
         error.__traceback__ = _scripts_own(error.__traceback__)
+        end_with(_show(error))
+    end_with(0)
+
+
+def _show(error: BaseException) -> int:
+    """Shows an exception as Python would, by the hook in place, and returns the exit code."""
+    if not isinstance(error, UserError) and another_has_a_user_error():
+        time.sleep(_CAUSE_ENDS_US_S)  # the launcher ends this rank meanwhile, and what is shown is the cause
+    if isinstance(error, ImportError) and (hint := _deepspeed_hint(error)) is not None:
+        error.add_note(hint)
+    try:
         # the hook may be the script's own (loggers mark a run as crashed with it)
         sys.excepthook(type(error), error, error.__traceback__)
-        end_with(1)
-    end_with(0)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    return 1
+
+
+def _deepspeed_hint(error: ImportError) -> str | None:
+    """What to do about a DeepSpeed that is not installed, None where that is not what is missing."""
+    if "deepspeed" not in str(error).lower() or "deepspeed" in sys.modules or find_spec("deepspeed") is not None:
+        return None
+    return "with `heavylift launch --as-deepspeed` (before the script) `import deepspeed` finds heavylift"
 
 
 def _scripts_own(trace: TracebackType | None) -> TracebackType | None:
@@ -152,13 +178,6 @@ def _scripts_own(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
         trace = trace.tb_next
     return trace
-
-
-def _note_failure() -> None:
-    """Tells the launcher when this rank failed: which failure came first shows in no exit code."""
-    if (folder := os.environ.get(FAILURES_VARIABLE)) is not None and os.path.isdir(folder):
-        with open(f"{folder}/failed.{os.environ['LOCAL_RANK']}", "w", encoding="ascii") as file:
-            file.write(str(time.time_ns()))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +28,7 @@ _REFUSED = {
 # DeepSpeed's own defaults, which scripts that pass every flag on write out
 _NOT_GIVEN = {"num_nodes": -1, "num_gpus": -1, "node_rank": -1, "include": "", "exclude": "", "master_addr": ""}
 _MPI = {"openmpi", "mvapich", "mpich", "impi", "mosaicml"}
+_UNRECOGNIZED = "unrecognized arguments: "
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -64,6 +66,8 @@ class LaunchOptions:
     resctrl: str | None
     world_info: str | None
     """From our own launcher on another machine: hosts and slots."""
+    as_if_not_given: tuple[str, ...] = ()
+    """Flags with a number that DeepSpeed takes for its default, as `--num_gpus -1`."""
 
     @property
     def says_notes(self) -> bool:
@@ -80,9 +84,9 @@ def parse_options(arguments: Sequence[str]) -> LaunchOptions:
         if name in _REFUSED:
             raise UserError(f"{name}: {_REFUSED[name]}")
     given = _parser().parse_args(list(arguments))
-    for name, not_given in _NOT_GIVEN.items():
-        if getattr(given, name) == not_given:
-            setattr(given, name, None)
+    unset = [name for name, not_given in _NOT_GIVEN.items() if getattr(given, name) == not_given]
+    for name in unset:
+        setattr(given, name, None)
     _check(given)
     launcher = "ssh" if given.launcher == "pdsh" else given.launcher
     return LaunchOptions(
@@ -114,6 +118,7 @@ def parse_options(arguments: Sequence[str]) -> LaunchOptions:
         as_deepspeed=given.as_deepspeed,
         resctrl=given.resctrl,
         world_info=given.world_info,
+        as_if_not_given=tuple(f"--{name} -1" for name in unset if _NOT_GIVEN[name] == -1),
     )
 
 
@@ -160,7 +165,16 @@ def _split_words(flag: str, text: str) -> tuple[str, ...]:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # argparse would print its usage of thirty lines and leave
+        if message.startswith("the following arguments are required"):
+            message = "no script is given: heavylift launch [flags] script.py"
+        elif message.startswith(_UNRECOGNIZED):
+            message += "".join(self._meant(flag) for flag in message.removeprefix(_UNRECOGNIZED).split())
         raise UserError(f"heavylift launch: {message}; see heavylift launch --help")
+
+    def _meant(self, flag: str) -> str:
+        known = [name for name in self._option_string_actions if name != "--world_info"]
+        near = get_close_matches(flag.split("=")[0], known, n=1)
+        return f" (did you mean {near[0]}?)" if flag.startswith("-") and near else ""
 
     def add_flag(self, name: str, *more: str, **options: Any) -> None:
         """A flag under its name and with `-` for `_`."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from heavylift.errors import EXIT_USER_ERROR
+from heavylift.launch.failures import Told
 from heavylift.launch.oom import OomCount, explain_kill
 
 SHUTDOWN_S = 10
@@ -26,6 +26,8 @@ class RankFailure:
     """Negative: the signal that ended it, as in `subprocess`."""
     seconds: float
     """When, since 1970: when it raised if it told, else when its end was seen."""
+    told: Told | None = None
+    """What the rank itself said of its failure."""
 
 
 def first_cause(exits: Sequence[tuple[int, int, float]]) -> tuple[int, int]:
@@ -51,16 +53,38 @@ def failures_in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
     return sorted(failures, key=lambda failure: (failure.seconds, failure.rank))
 
 
-def with_told_times(failures: Sequence[RankFailure], folder: Path) -> list[RankFailure]:
-    """The failures with the time that the ranks themselves noted in `folder` (`entry.FAILURES_VARIABLE`)."""
-    told = []
+def with_told(failures: Sequence[RankFailure], told: Mapping[int, Told]) -> list[RankFailure]:
+    """The failures with what the ranks told, by local rank: their time, and their code where we ended them first."""
+    found = []
     for failure in failures:
-        try:
-            seconds = int((folder / f"failed.{failure.local_rank}").read_text()) / 1e9
-        except (OSError, ValueError):
-            seconds = failure.seconds
-        told.append(RankFailure(failure.rank, failure.local_rank, failure.exit_code, seconds))
-    return told
+        note = told.get(failure.local_rank)
+        if note is not None:
+            ended_by_us = failure.exit_code in (-signal.SIGTERM, -signal.SIGKILL)
+            code = note.code if ended_by_us else failure.exit_code
+            failure = RankFailure(failure.rank, failure.local_rank, code, note.seconds, note)
+        found.append(failure)
+    return found
+
+
+def show_user_errors(told: Sequence[Told]) -> None:
+    """Says each line of the ranks' user errors once, with the rank unless it is rank 0's as well."""
+    lines: dict[str, int] = {}
+    for note in sorted(told, key=lambda note: note.rank):
+        for line in note.lines:
+            lines.setdefault(line, note.rank)
+    for line, rank in lines.items():
+        print(f"error: {line}" if rank == 0 else f"error: rank {rank}: {line}", file=sys.stderr)
+
+
+def _first(failures: Sequence[RankFailure]) -> RankFailure:
+    """The failure that explains the others."""
+    ordered = failures_in_order(failures)
+    rank, code = first_cause([(failure.rank, failure.exit_code, failure.seconds) for failure in ordered])
+    first = next(failure for failure in ordered if failure.rank == rank)
+    earliest = ordered[0]
+    if code == EXIT_USER_ERROR and first.told is not None and first.told.lines and earliest.told is not None:
+        return earliest  # both told when: a user error may itself say no more than that another rank is gone
+    return first
 
 
 def signal_name(number: int) -> str:
@@ -81,9 +105,10 @@ def report(
     None where they are on the screen just above; a user error (code 2) then needs no further word. Nor does it where
     the lines have passed over the screen (`on_screen`) and the last of them is such an error's own.
     """
-    ordered = failures_in_order(failures)
-    rank, code = first_cause([(failure.rank, failure.exit_code, failure.seconds) for failure in ordered])
-    first = next(failure for failure in ordered if failure.rank == rank)
+    first = _first(failures)
+    rank, code = first.rank, first.exit_code
+    if code == EXIT_USER_ERROR and first.told is not None and first.told.lines:
+        return code  # said by `show_user_errors`
     lines = tail(first)[-_SHOWN_LINES:] if tail is not None else []
     if code == EXIT_USER_ERROR and on_screen and lines and lines[-1].startswith("error: "):
         return code

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING
 from heavylift.errors import UserError
 from heavylift.launch.binding import binding_environment, machine_places
 from heavylift.launch.devices import gpu_pci_ids
-from heavylift.launch.entry import FAILURES_VARIABLE, PARENT_VARIABLE
+from heavylift.launch.entry import PARENT_VARIABLE
+from heavylift.launch.failures import FAILURES_VARIABLE, read_told
 from heavylift.launch.oom import read_oom_count
 from heavylift.launch.rank_output import LOG_VARIABLE, PIPES_VARIABLE, RankStderr, end_of_file, last_lines, log_file
-from heavylift.launch.report import SHUTDOWN_S, RankFailure, first_cause, report, with_told_times
+from heavylift.launch.report import SHUTDOWN_S, RankFailure, first_cause, report, show_user_errors, with_told
 from heavylift.launch.resctrl import partitions_from_environment
 
 if TYPE_CHECKING:
@@ -126,13 +127,16 @@ def run_node(run: NodeRun, root: Path = Path("/")) -> int:
             with _environment(variables), stderr or nullcontext():
                 elastic_launch(_launch_config(run, folder), sys.executable)(*command)
         except ChildFailedError as failed:
-            failures = with_told_times(_failures(failed.failures), Path(folder))
+            told = read_told(Path(folder))
+            show_user_errors(list(told.values()))
+            failures = with_told(_failures(failed.failures), told)
             world_size = run.world_size or run.num_ranks
             oom = (before, read_oom_count(root))
             if stderr is None and LOG_VARIABLE not in run.environment:
                 return report(failures, world_size, oom, None)
             return report(failures, world_size, oom, lambda failure: _tail(run, stderr, failure), stderr is not None)
         except SignalException as ended:
+            show_user_errors(list(read_told(Path(folder)).values()))
             if not run.quiet_end:
                 print(f"ended by {ended.sigval.name}; the workers are stopped", file=sys.stderr)
             return 128 + ended.sigval

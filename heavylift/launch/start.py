@@ -78,6 +78,8 @@ def start(options: LaunchOptions) -> int:
 def _start(options: LaunchOptions, ours: bool) -> int:
     """`ours`: whether another launcher started this one."""
     _check_script(options)
+    if options.as_if_not_given:
+        _note(options, f"{', '.join(options.as_if_not_given)}: as DeepSpeed does, taken as not given")
     if options.world_info is not None:
         return start_node(options, _from_world(options, options.world_info), quiet_end=ours)
     around = surroundings()
@@ -364,6 +366,10 @@ def _check_script(options: LaunchOptions) -> None:
             raise UserError(f"--module {name}: Python finds no module of this name, neither here nor installed")
     elif not Path(name).exists():
         raise UserError(f"{name}: there is no such script (in {os.getcwd()})")
+    elif Path(name).is_dir() and not (Path(name) / "__main__.py").is_file():
+        raise UserError(f"{name}: this is a folder, and has no __main__.py; give the script in it")
+    elif not os.access(name, os.R_OK):
+        raise UserError(f"{name}: may not be read by this user")
 
 
 def _rank_logs(options: LaunchOptions, speaks: bool) -> dict[str, str]:
