@@ -124,8 +124,8 @@ def test_another_deepspeed_that_is_there_already(tmp_path: Path) -> None:
     (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = '0'\n")
     code = "import sys; sys.path.insert(0, '.')\nimport {}heavylift.compat\nheavylift.compat.install()\n"
     late = run_python(code.format("deepspeed, "), cwd=tmp_path)
-    assert late.returncode == 1
-    assert "UserError: heavylift.compat.install: another deepspeed (" in late.stderr.splitlines()[-1]
+    assert late.returncode == 2 and late.stderr.count("\n") == 1, late.stderr
+    assert late.stderr.startswith("error: <string>:3: heavylift.compat.install: another deepspeed (")
     before = run_python(code.format("") + "import deepspeed; print(deepspeed.__version__)", cwd=tmp_path)
     assert before.stdout.strip() == DEEPSPEED_VERSION
 

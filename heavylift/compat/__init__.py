@@ -30,8 +30,10 @@ def install() -> None:
 
     Raises UserError when another deepspeed has been imported already.
     """
+    from heavylift.api import script_errors
     from heavylift.compat.finder import DeepSpeedFinder
 
+    script_errors.install()
     if any(isinstance(finder, DeepSpeedFinder) for finder in sys.meta_path):
         return
     imported = sys.modules.get("deepspeed")
