@@ -1,4 +1,4 @@
-"""Ranks that bring different things to `initialize` are told so, all of them, before the first collective of tensors."""
+"""Ranks that bring different things to `initialize` are told so, all of them, before tensors are exchanged."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -162,7 +164,7 @@ def test_tags_weights_alone_and_what_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "second" / "extras.pt").is_file()
     assert result["weights"] and result["moments"] and result["steps"] == 2
     client, tag, ranks, other_model, damaged = result["messages"]
-    assert "client_state holds something else than numbers" in client
+    assert "client_state['f'] is of type builtin_function_or_method, which cannot be loaded" in client
     assert f"{tmp_path / 'third'} is no checkpoint; these are there: first, second" in tag
     assert "tag should be the same on all ranks, got ['of rank 0', 'of rank 1']" in ranks
     assert "holds another model: it lacks" in other_model and "load_module_strict=False" in other_model
@@ -251,6 +253,129 @@ def lonely_job(folder: Path) -> str:
 def test_a_save_on_one_rank_alone_does_not_wait_for_ever(tmp_path: Path) -> None:
     message, _ = run_on_fresh_ranks(2, lonely_job, tmp_path)
     assert message.startswith("save_checkpoint: not every rank has called it within 2 s") and "\n" not in message
+
+
+def gone_job(folder: Path) -> str:
+    """Rank 1 leaves, rank 0 saves."""
+    engine = make_engine(Case())
+    dist.barrier()
+    if dist.get_rank() == 1:
+        threading.Timer(1.0, os._exit, (0,)).start()  # once the job is answered
+        return ""
+    return message_of(lambda: engine.save_checkpoint(folder))
+
+
+def test_a_rank_that_has_left_is_not_called_late(tmp_path: Path) -> None:
+    message, _ = run_on_fresh_ranks(2, gone_job, tmp_path, timeout_s=60)
+    assert message.startswith("save_checkpoint: a rank has left, ") and "\n" not in message
+
+
+def names_job(folder: Path) -> dict[str, str]:
+    """Tags of any type; what is no tag, no folder, no client state."""
+    from argparse import Namespace
+
+    import numpy as np
+
+    engine = make_engine(Case("branches", 2, "cpu", "bf16"))
+    (folder / ".step3.saving").mkdir()
+    engine.save_checkpoint(folder, tag=7)
+    engine.save_checkpoint(folder, tag="best/of 3", save_latest=False)
+    loaded = [engine.load_checkpoint(folder, tag=tag)[0] for tag in (7, "best/of 3", None)]
+    assert loaded == [str(folder / "7"), str(folder / "best/of 3"), str(folder / "7")]
+    engine.save_16bit_model(folder, "sub/weights.bin")
+    found = {
+        f"{call} {tag!r}": message_of(lambda call=call, tag=tag: getattr(engine, call)(folder, tag=tag))
+        for call in ("save_checkpoint", "load_checkpoint")
+        for tag in ("../evil", "", ".", "/evil", " x", "latest")
+    }
+    found |= {
+        f"{call} in 5": message_of(lambda call=call: getattr(engine, call)(5))
+        for call in ("save_checkpoint", "load_checkpoint", "save_16bit_model")
+    }
+    states = {
+        "list": [1],
+        "args": {"epoch": 1, "args": Namespace(lr=1.0)},
+        "numpy": {"best": [{"loss": np.float64(2.0)}]},
+        "module": {"m": nn.Linear(2, 2)},
+        "function": {"f": print},
+    }
+    found |= {k: message_of(lambda v=v: engine.save_checkpoint(folder, client_state=v)) for k, v in states.items()}
+    (folder / "latest").write_bytes(b"\xff\xfe")
+    found["latest"] = message_of(lambda: engine.load_checkpoint(folder))
+    engine.destroy()
+    return found
+
+
+def test_names_and_client_states_that_cannot_be(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    found = run_on_ranks(1, names_job, folder)[0]
+    assert not (tmp_path / "evil").exists() and not list(folder.glob("*.json")) and not list(folder.glob(".*saving"))
+    assert (folder / "sub" / "weights.bin").is_file()
+    for what, message in found.items():
+        assert "\n" not in message and "\x1b" not in message and len(message) < 250, message
+        if what.startswith(("save_checkpoint '", "load_checkpoint '")):
+            assert message.startswith(what.replace(" ", ": tag=", 1)), message
+        if what.endswith(" in 5"):
+            assert message == f"{what.removesuffix(' in 5')}: expected the path of a folder, got 5"
+    assert found["list"] == "save_checkpoint: client_state= should be a dictionary, got [1]"
+    assert (
+        "client_state['args'] is of type argparse.Namespace" in found["args"] and "save vars() of it" in found["args"]
+    )
+    assert "client_state['best'][0]['loss'] is of type numpy.float64" in found["numpy"] and ".item()" in found["numpy"]
+    assert "client_state['m'] is of type torch.nn" in found["module"] and "state_dict()" in found["module"]
+    assert "client_state['f'] is of type builtin_function_or_method" in found["function"]
+    assert f"{folder / 'latest'} is damaged" in found["latest"]
+
+
+def damage_job(folder: Path, files: dict[str, str]) -> dict[str, str]:
+    """One checkpoint, damaged in one way after the other."""
+    engine = make_engine(Case("branches", 2, "cpu", "bf16"))
+    engine.save_checkpoint(folder, tag="good")
+    found = {}
+    for how, name in files.items():
+        file = folder / "good" / name
+        intact = file.read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            if how == "missing":
+                file.unlink()
+            else:
+                file.write_bytes(flipped(intact) if how.startswith("flipped") else intact[: len(intact) // 2])
+        dist.barrier()
+        found[how] = message_of(lambda: engine.load_checkpoint(folder))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.write_bytes(intact)
+    dist.barrier()
+    assert engine.load_checkpoint(folder)[0] == str(folder / "good")
+    engine.destroy()
+    return found
+
+
+def flipped(data: bytes) -> bytes:
+    """Every byte of the middle third inverted."""
+    low, high = len(data) // 3, 2 * len(data) // 3
+    return data[:low] + bytes(255 - byte for byte in data[low:high]) + data[high:]
+
+
+def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from heavylift.api import zero_to_fp32
+
+    files = {"cut": "__1_0.distcp", "flipped": "__0_0.distcp", "missing": "__0_0.distcp"}
+    files |= {"flipped extras": "extras.pt", "cut extras": "extras.pt", "cut metadata": ".metadata"}
+    first, second = run_on_ranks(2, damage_job, tmp_path, files)
+    for how, name in files.items():
+        for message in (first[how], second[how]):
+            assert message.startswith(f"{tmp_path / 'good' / name} is "), message
+            assert message.endswith("; load another tag") and "\n" not in message, message
+    file = tmp_path / "good" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-40])
+    capsys.readouterr()
+    assert zero_to_fp32.main([str(tmp_path), str(tmp_path / "out")]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(f"error: {file} is damaged: it is cut off at ") and told.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 class Tempered(nn.Module):

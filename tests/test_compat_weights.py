@@ -47,7 +47,7 @@ def checkpoint_job(folder: Path) -> dict[str, torch.Tensor]:
     return result
 
 
-def test_float32_weights_out_of_a_checkpoint(tmp_path: Path) -> None:
+def test_float32_weights_out_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from safetensors.torch import load_file
 
     from heavylift.api import zero_to_fp32
@@ -62,6 +62,8 @@ def test_float32_weights_out_of_a_checkpoint(tmp_path: Path) -> None:
     model = zero_to_fp32.load_state_dict_from_zero_checkpoint(Tied(), tmp_path / "ck")
     assert torch.equal(model.head.weight, expected["embed.weight"]) and model.head.weight is model.embed.weight
     assert zero_to_fp32.main([str(tmp_path / "ck"), str(tmp_path / "one"), "--safe_serialization"]) == 0
+    told = capsys.readouterr()
+    assert told.out == f"{tmp_path / 'one' / 'model.safetensors'}: 0.0 MB\n" and told.err == ""
     whole = load_file(tmp_path / "one" / "model.safetensors")
     assert all(torch.equal(whole[name], state_dict[name]) for name in state_dict)
     zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ck", tmp_path / "many", max_shard_size="300B")

@@ -5,20 +5,20 @@
     DIR/TAG/training.json      counters, loss scale, steps taken by each parameter
     DIR/TAG/extras.pt          client state, scheduler, parameter groups (loads with `weights_only`)
 
-A checkpoint is complete or not there: it is written beside its place and moved. Left out: what goes into it
-(`heavylift.api.engine_checkpoint`).
+A checkpoint is complete or not there: it is written beside its place and moved; what a killed save leaves there, the
+next one removes. Left out: what goes into it (`heavylift.api.engine_checkpoint`, `heavylift.api.checkpoint_extras`).
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import pickle
 import shutil
-from collections.abc import Callable, Mapping
+import time
+import warnings
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from heavylift.api.checkpoint_damage import find_damaged, short_reason
+from heavylift.config.words import shown
 from heavylift.errors import UserError
 
 LATEST = "latest"
@@ -36,27 +38,55 @@ FORMAT = 1
 
 
 def on_first_rank(action: Callable[[], None]) -> None:
-    """Runs `action` on rank 0. A collective; an OSError there becomes a UserError on every rank."""
+    """Runs `action` on rank 0. A collective; an OSError or UserError there becomes a UserError on every rank."""
     outcome: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
             action()
         except OSError as error:
-            outcome[0] = f"{error.filename or 'checkpoint'}: {error.strerror or error}"
+            what = f"{error.filename or 'checkpoint'}: {error.strerror or error}"
+            outcome[0] = f"checkpoint: {what}; free space, or choose another folder"
+        except RuntimeError as error:  # torch.save's, of a disk that refuses
+            outcome[0] = f"checkpoint: {short_reason(error)}; free space, or choose another folder"
+        except UserError as error:
+            outcome[0] = str(error)
     dist.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
-        raise UserError(f"checkpoint: {outcome[0]}; free space, or choose another folder")
+        raise UserError(outcome[0])
 
 
-def await_all_ranks(call: str, group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Raises UserError, instead of waiting for ever, when a rank does not make the same call. `group`: gloo's."""
+def await_all_ranks(call: str, group: dist.ProcessGroup, longest: timedelta) -> None:
+    """Raises UserError, instead of waiting for ever, when a rank does not make the same call.
+
+    `group`: gloo's, all ranks. Waits for `longest`, or for the timeout of the default group where that is shorter.
+    """
+    timeout = min(longest, _group_timeout(group, longest), _group_timeout(dist.group.WORLD, longest))
+    began = time.monotonic()
     try:
         dist.monitored_barrier(group, timeout=timeout, wait_all_ranks=True)
     except RuntimeError:
+        waited_s = time.monotonic() - began
+        # gloo says the same of a rank that is late and of one that is gone: only the late one takes all the time
+        if waited_s < _SHARE_OF_TIMEOUT * timeout.total_seconds():
+            raise UserError(
+                f"{call}: a rank has left, {waited_s:.0f} s after this one has called it; look for its own error, and "
+                "see that all ranks make this call, not rank 0 alone"
+            ) from None
         raise UserError(
-            f"{call}: not every rank has called it within {timeout.total_seconds():.0f} s; it is a collective: call it "
-            "on all ranks, not on rank 0 alone"
+            f"{call}: not every rank has called it within {waited_s:.0f} s; it is a collective: call it on all ranks, "
+            "not on rank 0 alone"
         ) from None
+
+
+_SHARE_OF_TIMEOUT = 0.95
+
+
+def _group_timeout(group: dist.ProcessGroup | None, longest: timedelta) -> timedelta:
+    assert group is not None, "torch.distributed is not initialised"
+    try:
+        return group._get_backend(torch.device("cpu")).options._timeout  # torch has no public getter
+    except RuntimeError:  # this group reaches no CPU
+        return longest
 
 
 def same_on_all_ranks(what: str, value: str) -> None:
@@ -67,31 +97,14 @@ def same_on_all_ranks(what: str, value: str) -> None:
         raise UserError(f"save_checkpoint: {what} should be the same on all ranks, got {sorted(set(values))}")
 
 
-def pack_extras(extras: Mapping[str, Any]) -> bytes:
-    """As torch.save writes it. Raises UserError for what could not be loaded again without running code."""
-    for key, value in extras.items():
-        buffer = io.BytesIO()
-        try:
-            torch.save(value, buffer)
-            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-        except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError) as error:
-            reason = " ".join(str(error).split())[:160]
-            raise UserError(
-                f"save_checkpoint: {key} holds something else than numbers, text, tensors, lists and dictionaries: "
-                f"{reason}"
-            ) from None
-    buffer = io.BytesIO()
-    torch.save(dict(extras), buffer)
-    return buffer.getvalue()
-
-
 def write(folder: Path, tag: str, tensors: dict[str, Any], training: dict[str, Any], extras: bytes) -> Path:
     """Writes the checkpoint DIR/TAG; returns that path. A collective. Raises UserError for a full or read-only disk."""
     target = folder / tag
     partial = target.with_name(f".{target.name}.saving")
 
     def begin() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left_over in target.parent.glob(".*.saving/"):  # by a save that was killed
+            shutil.rmtree(left_over, ignore_errors=True)
         partial.mkdir(parents=True)
 
     def finish() -> None:
@@ -101,7 +114,10 @@ def write(folder: Path, tag: str, tensors: dict[str, Any], training: dict[str, A
         os.replace(partial, target)
 
     on_first_rank(begin)
-    _dcp(lambda: dcp.save(tensors, checkpoint_id=partial), f"{partial}: cannot be written")
+    try:
+        dcp.save(tensors, checkpoint_id=partial)
+    except dcp.api.CheckpointException as error:
+        raise UserError(f"checkpoint: {partial} cannot be written: {_cause(error)}; free space") from None
     on_first_rank(finish)
     return target
 
@@ -117,28 +133,59 @@ def write_latest(folder: Path, tag: str) -> None:
     on_first_rank(action)
 
 
-def find(folder: Path, tag: str | None) -> Path | None:
+def as_folder(call: str, value: Any) -> Path:
+    """`value` as a path. Raises UserError for something that is none."""
+    if not isinstance(value, str | os.PathLike):
+        raise UserError(f"{call}: expected the path of a folder, got {shown(value)}")
+    return Path(value)
+
+
+def check_tag(call: str, tag: Any) -> str:
+    """`tag` as text: a name, or a relative path that stays inside of the folder. Raises UserError for others."""
+    text = str(tag)
+    path = PurePath(text)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text or text != text.strip():
+        raise UserError(
+            f"{call}: tag={shown(tag)}: a tag names a folder inside of the one that is given; use a name such as "
+            "global_step100"
+        )
+    if text == LATEST:
+        raise UserError(f"{call}: tag={shown(tag)} is the name of the file that holds the latest tag; use another")
+    return text
+
+
+def find(folder: Path, tag: Any, call: str = "load_checkpoint") -> Path | None:
     """The checkpoint to load: of `tag`, else the latest. None where nothing was saved yet and no tag is asked for.
 
-    Raises UserError for a tag that is not there, and for another program's checkpoint.
+    Raises UserError for a tag that is none or not there, a damaged `latest`, and another program's checkpoint.
     """
     if tag is None:
         if not (folder / LATEST).is_file():
             return None
-        tag = (folder / LATEST).read_text(encoding="utf-8").strip()
+        tag = _read_latest(folder)
+    tag = check_tag(call, tag)
     path = folder / tag
     if (path / TRAINING).is_file():
         return path
     if list(path.glob("*model_states.pt")):
         raise UserError(
-            f"load_checkpoint: {path} was written by DeepSpeed; convert it with its own zero_to_fp32.py and load the "
+            f"{path} was written by DeepSpeed; convert it with its own zero_to_fp32.py and load the "
             "weights into the model before initialize()"
         )
     there = sorted(p.parent.name for p in folder.glob(f"*/{TRAINING}"))
     raise UserError(
-        f"load_checkpoint: {path} is no checkpoint; "
-        + (f"these are there: {', '.join(there)}" if there else "none is in this folder")
+        f"{path} is no checkpoint; " + (f"these are there: {', '.join(there)}" if there else "none is in this folder")
     )
+
+
+def _read_latest(folder: Path) -> str:
+    try:
+        tag = (folder / LATEST).read_text(encoding="utf-8").strip()
+        return check_tag(LATEST, tag)
+    except (OSError, ValueError):  # a UnicodeDecodeError and a UserError are ValueErrors
+        raise UserError(
+            f"{folder / LATEST} is damaged: expected the name of a checkpoint in it; give a tag yourself"
+        ) from None
 
 
 def read_training(path: Path) -> dict[str, Any]:
@@ -147,9 +194,9 @@ def read_training(path: Path) -> dict[str, Any]:
         training = json.loads((path / TRAINING).read_text(encoding="utf-8"))
         version = int(training["format"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"load_checkpoint: {path / TRAINING} is damaged; load another tag") from None
+        raise UserError(f"{path / TRAINING} is damaged; load another tag") from None
     if version > FORMAT:
-        raise UserError(f"load_checkpoint: {path} has format {version}, this version reads up to {FORMAT}; update it")
+        raise UserError(f"{path} has format {version}, this version reads up to {FORMAT}; update it")
     return training
 
 
@@ -157,30 +204,35 @@ def read_extras(path: Path) -> dict[str, Any]:
     """Client state, scheduler and parameter groups, tensors on the CPU. Raises UserError for a damaged file."""
     try:
         return torch.load(path / EXTRAS, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise UserError(f"load_checkpoint: {path / EXTRAS} is damaged ({reason}); load another tag") from None
+    except Exception as error:  # what a flipped bit does to a pickle is not foreseen
+        raise UserError(f"{path / EXTRAS} is damaged ({short_reason(error)}); load another tag") from None
 
 
 def read_shapes(path: Path) -> dict[str, TensorStorageMetadata]:
     """Key -> what is known of the saved tensor, `size` and `properties.dtype`. Raises UserError for a damaged one."""
     try:
         metadata: Metadata = dcp.FileSystemReader(path).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError):
-        raise UserError(f"load_checkpoint: {path / '.metadata'} is missing or damaged; load another tag") from None
-    return {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+        return {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+    except Exception:  # as above
+        raise UserError(f"{path / '.metadata'} is missing or damaged; load another tag") from None
 
 
-def read_tensors(path: Path, tensors: dict[str, Any]) -> None:
-    """Fills `tensors` (flat keys, DTensors or plain) from the checkpoint. A collective."""
-    if tensors:
-        _dcp(lambda: dcp.load(tensors, checkpoint_id=path), f"{path}: cannot be read")
+def read_tensors(path: Path, tensors: dict[str, Any], *, alone: bool = False) -> None:
+    """Fills `tensors` (flat keys, DTensors or plain) from the checkpoint. Raises UserError for damaged files.
 
-
-def _dcp(action: Callable[[], Any], what: str) -> None:
+    A collective, unless `alone`: then this process reads for itself.
+    """
+    if not tensors:
+        return
     try:
-        action()
+        with warnings.catch_warnings():
+            # that this is one process is meant
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=alone)
     except dcp.api.CheckpointException as error:
-        cause = next(iter(error.failures.values()), (error, None))[0]
-        reason = " ".join(str(cause).split())[:200]
-        raise UserError(f"checkpoint: {what}: {reason}") from None
+        reason = find_damaged(path) or f"{path} cannot be read: {_cause(error)}"
+        raise UserError(f"{reason}; load another tag") from None
+
+
+def _cause(error: dcp.api.CheckpointException) -> str:
+    return short_reason(next(iter(error.failures.values()), (error, None))[0])

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from heavylift.api import checkpoint
+from heavylift.api.checkpoint_extras import check_client_state, pack_extras
 from heavylift.api.checkpoint_states import load_states, restore_masters, saved_states, steps_taken
 from heavylift.api.engine_state import EngineState
 from heavylift.api.scalars import narrowed
@@ -38,7 +39,7 @@ class EngineCheckpoint(EngineState):
     def save_checkpoint(
         self,
         save_dir: str | Path,
-        tag: str | None = None,
+        tag: str | int | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
@@ -48,16 +49,12 @@ class EngineCheckpoint(EngineState):
         `client_state`: the script's own numbers, text, tensors, lists and dictionaries; rank 0's are saved. Raises
         UserError for others, for tags that differ between ranks, and for a disk that refuses.
         """
+        folder = checkpoint.as_folder("save_checkpoint", save_dir)
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
         checkpoint.await_all_ranks("save_checkpoint", self._cpu_group, ARRIVAL_TIMEOUT)
         checkpoint.same_on_all_ranks("tag", tag)
-        extras = checkpoint.pack_extras(
-            {
-                "client_state": client_state or {},
-                "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
-                "param_groups": self._group_values(),
-            }
-        )
+        checkpoint.check_tag("save_checkpoint", tag)
+        extras = self._pack_extras(client_state)
         self.settle()
         tensors: dict[str, Any] = {
             f"model.{name}": tensor.detach()
@@ -71,16 +68,33 @@ class EngineCheckpoint(EngineState):
         if self.optimizer is not None:
             tensors |= saved_states(self.optimizer, self._trained())
             training["steps"] = steps_taken(self.optimizer, self._trained())
-        folder = Path(save_dir)
         checkpoint.write(folder, tag, tensors, training, extras)
         if save_latest:
             checkpoint.write_latest(folder, tag)
         return True
 
+    def _pack_extras(self, client_state: Any) -> bytes:
+        """Rank 0's; nothing on the others. A collective."""
+        packed = b""
+
+        def action() -> None:
+            nonlocal packed
+            scheduler = self.lr_scheduler
+            packed = pack_extras(
+                {
+                    "client_state": check_client_state(client_state),
+                    "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+                    "param_groups": self._group_values(),
+                }
+            )
+
+        checkpoint.on_first_rank(action)
+        return packed
+
     def load_checkpoint(
         self,
         load_dir: str | Path,
-        tag: str | None = None,
+        tag: str | int | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
@@ -94,7 +108,7 @@ class EngineCheckpoint(EngineState):
         """
         if custom_load_fn is not None:
             raise UserError("load_checkpoint: custom_load_fn is not supported; load into engine.module yourself")
-        path = checkpoint.find(Path(load_dir), tag)
+        path = checkpoint.find(checkpoint.as_folder("load_checkpoint", load_dir), tag)
         if path is None:
             if self.global_rank == 0:
                 logger.warning("load_checkpoint: nothing was saved in %s yet; training starts anew", load_dir)
@@ -123,7 +137,7 @@ class EngineCheckpoint(EngineState):
         optimizer = self.needs_optimizer("load_checkpoint")
         if len(extras["param_groups"]) != len(optimizer.param_groups):
             raise UserError(
-                f"load_checkpoint: {path} has {len(extras['param_groups'])} parameter groups, this run "
+                f"{path} has {len(extras['param_groups'])} parameter groups, this run "
                 f"{len(optimizer.param_groups)}; group them as before, or set load_optimizer_states=False"
             )
         load_states(path, shapes, optimizer, self._trained(), training.get("steps", {}))
@@ -148,7 +162,7 @@ class EngineCheckpoint(EngineState):
         if strict and (missing or unknown):
             lacks, has = [", ".join(k.removeprefix("model.") for k in some[:3]) for some in (missing, unknown)]
             raise UserError(
-                f"load_checkpoint: {path} holds another model: "
+                f"{path} holds another model: "
                 + "; ".join(
                     text
                     for text in (f"it lacks {lacks}" if lacks else "", f"it has {has}, unknown here" if has else "")
@@ -244,6 +258,7 @@ class EngineCheckpoint(EngineState):
         False, and a warning, at stage 3 without `stage3_gather_16bit_weights_on_model_save`: rank 0 must then not
         hold the whole model.
         """
+        path = checkpoint.as_folder("save_16bit_model", save_dir) / save_filename
         if self._sharded.stage == 3 and not self.settings.gather_16bit_weights_on_save:
             if self.global_rank == 0:
                 logger.warning(
@@ -252,19 +267,18 @@ class EngineCheckpoint(EngineState):
                 )
             return False
         state_dict = self.consolidated_state_dict(exclude_frozen_parameters)
-        folder = Path(save_dir)
 
         def action() -> None:
             assert state_dict is not None
-            folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             if save_filename.endswith(".safetensors"):
                 from safetensors.torch import save_file
 
                 names = {id(t): name for name, t in reversed(state_dict.items())}  # a tied weight once
                 once = {name: t.contiguous() for name, t in state_dict.items() if names[id(t)] == name}
-                save_file(once, folder / save_filename, metadata={"format": "pt"})
+                save_file(once, path, metadata={"format": "pt"})
             else:
-                torch.save(state_dict, folder / save_filename)
+                torch.save(state_dict, path)
 
         checkpoint.on_first_rank(action)
         return True

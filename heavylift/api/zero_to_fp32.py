@@ -15,18 +15,17 @@ import argparse
 import json
 import re
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from heavylift.api import checkpoint
+from heavylift.api.checkpoint_damage import short_reason
 from heavylift.api.scalars import narrowed
 from heavylift.errors import EXIT_USER_ERROR, UserError
 
@@ -82,26 +81,42 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     More than `max_shard_size` ("5GB"; None: no limit) is written as several files with an index, and no more than that
     is in memory at a time. Raises UserError for a folder without a checkpoint, and for a size that is none.
     """
+    _convert(checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters)
+
+
+def _convert(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | int | None,
+    safe_serialization: bool,
+    tag: str | None,
+    exclude_frozen_parameters: bool,
+) -> list[Path]:
+    """The files that were written. A checkpoint that cannot be read leaves no folder behind."""
     path = _find(checkpoint_dir, tag)
     shards = list(_shards(_saved_tensors(path, exclude_frozen_parameters), _size(max_shard_size)))
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
-    folder = Path(output_dir)
+    folder = checkpoint.as_folder("output_dir", output_dir)
     weight_map: dict[str, str] = {}
+    written: list[Path] = []
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for index, shard in enumerate(shards):
             number = "" if len(shards) == 1 else f"-{index + 1:05d}-of-{len(shards):05d}"
             name = f"{stem}{number}{suffix}"
-            _write(_read(path, shard), folder / name, safe_serialization)
+            tensors = _read(path, shard)
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(tensors, folder / name, safe_serialization)
+            written.append(folder / name)
             weight_map |= {saved.name: name for saved in shard}
         if len(shards) > 1:
             total = sum(saved.num_bytes for shard in shards for saved in shard)
             index_of = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (folder / f"{stem}{suffix}.index.json").write_text(json.dumps(index_of, indent=2), encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"{output_dir}: cannot be written: {error.strerror or error}; free space, or choose another"
-        ) from None
+            written.append(folder / f"{stem}{suffix}.index.json")
+            written[-1].write_text(json.dumps(index_of, indent=2), encoding="utf-8")
+    except (OSError, RuntimeError) as error:  # torch.save's, of a disk that refuses
+        reason = short_reason(error) if isinstance(error, RuntimeError) else error.strerror or error
+        raise UserError(f"{output_dir}: cannot be written: {reason}; free space, or choose another") from None
+    return written
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -128,7 +143,7 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def _find(checkpoint_dir: str | Path, tag: str | None) -> Path:
-    path = checkpoint.find(Path(checkpoint_dir), tag)
+    path = checkpoint.find(checkpoint.as_folder("checkpoint_dir", checkpoint_dir), tag, "zero_to_fp32")
     if path is None:
         raise UserError(
             f"{checkpoint_dir}: no file `latest` here; give the folder that save_checkpoint wrote to, or a tag"
@@ -154,10 +169,7 @@ def _describe(name: str, shapes: Mapping[str, TensorStorageMetadata], is_scalar:
 
 def _read(path: Path, wanted: Sequence[_Saved]) -> dict[str, torch.Tensor]:
     tensors: dict[str, Any] = {saved.key: torch.empty(saved.shape, dtype=saved.saved_dtype) for saved in wanted}
-    with warnings.catch_warnings():
-        # that this is one process is meant
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    checkpoint.read_tensors(path, tensors, alone=True)
     whole = {saved.name: tensors[saved.key].to(saved.dtype) for saved in wanted}
     return narrowed(whole, frozenset(saved.name for saved in wanted if saved.is_scalar))
 
@@ -203,11 +215,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     options.pop("debug")
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(**options)
+        written = _convert(**options)
     except UserError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return EXIT_USER_ERROR
+    for file in written:
+        print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
     return 0
 
 
