@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 from datetime import timedelta
@@ -136,6 +137,8 @@ def odd_uses_job(folder: Path) -> dict[str, Any]:
     steps = other.global_steps
     alien = make_engine(Case("llama", 2, "cpu", "bf16", 1))
     messages.append(message_of(lambda: alien.load_checkpoint(folder)))
+    told = warnings_of(lambda: alien.load_checkpoint(folder, load_module_strict=False, load_optimizer_states=False))
+    dist.barrier()
     if dist.get_rank() == 0:
         (folder / "first" / "training.json").write_text("{")
     dist.barrier()
@@ -145,10 +148,25 @@ def odd_uses_job(folder: Path) -> dict[str, Any]:
     return {
         "nothing": nothing,
         "messages": messages,
+        "told": told,
         "weights": same_bits({n: after[f"master.{n}"] for n in weights}, weights),
         "moments": all(torch.equal(before[n], after[n]) for n in before if n.startswith("exp_avg")),
         "steps": steps,
     }
+
+
+def warnings_of(action: Any) -> list[str]:
+    """What the package logs meanwhile."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("heavylift")
+    logger.addHandler(handler)
+    try:
+        action()
+    finally:
+        logger.removeHandler(handler)
+    return told
 
 
 def message_of(action: Any) -> str:
@@ -163,6 +181,7 @@ def test_tags_weights_alone_and_what_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "first"
     assert (tmp_path / "second" / "extras.pt").is_file()
     assert result["weights"] and result["moments"] and result["steps"] == 2
+    assert len(result["told"]) == 1 and result["told"][0].startswith("load_checkpoint: 0 of this model's ")
     client, tag, ranks, other_model, damaged = result["messages"]
     assert "client_state['f'] is of type builtin_function_or_method, which cannot be loaded" in client
     assert f"{tmp_path / 'third'} is no checkpoint; these are there: first, second" in tag

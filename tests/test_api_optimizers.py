@@ -161,7 +161,8 @@ def refusals_job() -> dict[str, str]:
     twice = make_branches()
     config = ds_config(none, 1)
     used = make_branches()
-    heavylift.initialize(model=used, config=config)[0].destroy()
+    engine = heavylift.initialize(model=used, config=config)[0]
+    engine.destroy()
     calls: dict[str, dict[str, Any]] = {
         "used": {"model": used, "config": config},
         "no model": {"config": config},
@@ -185,6 +186,14 @@ def refusals_job() -> dict[str, str]:
             "config": config,
         },
         "sequence parallel": {"model": make_branches(), "config": config, "mesh_param": (1, 2)},
+        "an engine": {"model": engine, "config": config},
+        "no parameters": {"model": make_branches(), "model_parameters": iter(()), "config": config},
+        "empty groups": {"model": make_branches(), "model_parameters": [{"params": []}], "config": config},
+        "scheduler by name": {"model": make_branches(), "lr_scheduler": "cos", "config": config},
+        "scheduler of another": {"model": make_branches(), "lr_scheduler": halving(stepped), "config": config},
+        "a word of data": {"model": make_branches(), "training_data": "foo", "config": config},
+        "no data": {"model": make_branches(), "training_data": [], "config": config},
+        "an odd mpu": {"model": make_branches(), "mpu": object(), "config": config},
     }
     messages = {}
     for name, call in calls.items():
@@ -211,6 +220,14 @@ def test_what_cannot_be_done_as_asked_is_said_in_one_line() -> None:
         "a tensor": "model_parameters= should be a list of parameters or of groups",
         "in two groups": "a parameter is in more than one group",
         "sequence parallel": "asks for sequence parallelism",
+        "an engine": "model= is an engine",
+        "no parameters": "model_parameters= is empty, or a generator that is used up",
+        "empty groups": "model_parameters= is empty, or a generator that is used up",
+        "scheduler by name": "lr_scheduler= should be a scheduler or a function of the optimizer that makes one, got",
+        "scheduler of another": "lr_scheduler= sets the learning rate of another optimizer",
+        "a word of data": "training_data= should be a dataset",
+        "no data": "training_data= is empty",
+        "an odd mpu": "mpu= should have get_model_parallel_world_size(), got object",
     }
     assert messages.keys() == expected.keys()
     for name, part in expected.items():

@@ -85,7 +85,7 @@ BROKEN = {
     '{"a": "unfinished': ":1:7: not valid JSON",
     '{"a": 1} }': ":1:10: not valid JSON",
 }
-BROKEN_WITHOUT_HJSON = {'{\n  "a": 1\n  "b": [2\n}': ":3:3: not valid JSON", "": ":1:1: not valid JSON"}
+BROKEN_WITHOUT_HJSON = {'{\n  "a": 1\n  "b": [2\n}': ":3:3: not valid JSON"}
 """Hjson reads more of these."""
 
 
@@ -111,8 +111,11 @@ def _has_syntax_error(text: str, place: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"a": 1, "a": 2}', "a: given twice in one block; remove one"),
-        ('{"b": {"a": 1, // x\n "a": 2}}', "a: given twice in one block; remove one"),
+        ('{"a": 1, "a": 2}', "a: given twice in one block; remove one (line 1)"),
+        ('{"b": {"a": 1, // x\n "a": 2}}', "a: given twice in one block; remove one (lines 1 and 2)"),
+        ('{"b": {"a": 1,\n "a": 2}, "a": 3}', "a: given twice in one block; remove one"),
+        ("", "is empty; expected a ds_config.json"),
+        ("// nothing\n", "is empty; expected a ds_config.json"),
         ("[1]", "expected a mapping ({...}), got a list"),
         ("3", "expected a mapping ({...}), got 3"),
         ("[" * 100_000, "nested too deeply"),

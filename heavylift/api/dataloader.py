@@ -12,6 +12,19 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from heavylift.api.distributed import Ranks
+from heavylift.config.words import shown
+from heavylift.errors import UserError
+
+
+def check_dataset(what: str, dataset: Any) -> None:
+    """Raises UserError, which begins with `what`, for something that holds no rows."""
+    has_rows = isinstance(dataset, IterableDataset) or (
+        callable(getattr(dataset, "__getitem__", None)) and callable(getattr(dataset, "__len__", None))
+    )
+    if not has_rows or isinstance(dataset, str | bytes | dict):
+        raise UserError(f"{what} should be a dataset (rows by index, and their number), got {shown(dataset)}")
+    if not isinstance(dataset, IterableDataset) and len(dataset) == 0:
+        raise UserError(f"{what} is empty; give a dataset with at least one row")
 
 
 class EngineDataLoader:

@@ -170,6 +170,14 @@ class EngineCheckpoint(EngineState):
                 )
                 + "; build the same model, or set load_module_strict=False"
             )
+        if (missing or unknown) and self.global_rank == 0:
+            logger.warning(
+                "load_checkpoint: %s of this model's %s tensors are in %s, %s there are unknown here",
+                len(own.keys() & keys),
+                len(own),
+                path,
+                len(unknown),
+            )
         targets = {key: tensor.detach() for key, tensor in own.items() if key in keys}
         shapes = checkpoint.read_shapes(path)
         for key, tensor in targets.items():

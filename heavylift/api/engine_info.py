@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, Sampler
 
-from heavylift.api.dataloader import EngineDataLoader
+from heavylift.api.dataloader import EngineDataLoader, check_dataset
 from heavylift.api.engine_state import EngineState
 from heavylift.api.process_groups import get_data_parallel_group
 from heavylift.config.deepspeed.settings import BatchSizes, Precision
@@ -84,6 +84,7 @@ class EngineInfo(EngineState):
         num_local_io_workers: int | None = None,
     ) -> EngineDataLoader:
         """A dataloader of this rank's micro-batches. `route` other than "train": in the dataset's order."""
+        check_dataset("deepspeed_io: dataset", dataset)
         return EngineDataLoader(
             dataset,
             batch_size or self._batch.micro_batch,

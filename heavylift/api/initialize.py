@@ -12,7 +12,7 @@ from torch import nn
 from heavylift.api import script_errors
 from heavylift.api.agreement import check_same_everywhere
 from heavylift.api.arguments import find_config
-from heavylift.api.dataloader import EngineDataLoader
+from heavylift.api.dataloader import EngineDataLoader, check_dataset
 from heavylift.api.distributed import Ranks, discover_ranks, init_distributed
 from heavylift.api.engine import Engine
 from heavylift.api.memory_check import check_memory
@@ -24,6 +24,7 @@ from heavylift.api.torch_step import TorchStep
 from heavylift.config.deepspeed.settings import Settings
 from heavylift.config.deepspeed.sources import read_source
 from heavylift.config.schema import Schedule, Tier
+from heavylift.config.words import shown
 from heavylift.errors import UserError
 from heavylift.launch.binding import bind_unless_bound
 from heavylift.launch.cores import split_cores
@@ -63,6 +64,8 @@ def initialize(
     """
     script_errors.install()
     _refuse_parallelism(mpu, mesh_param)
+    if training_data is not None:
+        check_dataset("initialize: training_data=", training_data)
     module = check_model(model)
     discover_ranks()
     given = find_config(args, config, config_params)
@@ -92,12 +95,14 @@ def initialize(
         loader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
         engine.training_dataloader = loader
     if ranks.rank == 0:
-        _tell(settings)
+        _tell(settings, optimizer is not None)
     return engine, step_optimizer, loader, scheduler
 
 
-def _tell(settings: Settings) -> None:
+def _tell(settings: Settings, with_client: bool) -> None:
     """What was accepted without effect, once; with `dump_state` everything that the configuration comes to."""
+    if settings.optimizer is not None and with_client:
+        logger.warning("optimizer: the block of the configuration has no effect: initialize() got optimizer=")
     for note in settings.notes:
         logger.warning("%s", note)
     if not settings.skip_nonfinite:
@@ -117,6 +122,10 @@ def _bind_where_it_steps(settings: Settings, ranks: Ranks) -> None:
 
 
 def _refuse_parallelism(mpu: Any, mesh_param: Any) -> None:
+    if mpu is not None and not callable(getattr(mpu, "get_model_parallel_world_size", None)):
+        raise UserError(
+            f"initialize: mpu= should have get_model_parallel_world_size(), got {type(mpu).__name__}; leave it out"
+        )
     if mpu is not None and any(
         int(getattr(mpu, name)()) > 1
         for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
@@ -196,12 +205,29 @@ def tiered_options(settings: Settings, ranks: Ranks) -> TieredOptions:
     )
 
 
+def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raises UserError for one that cannot step, or sets the rates of another optimizer."""
+    if not callable(getattr(scheduler, "step", None)):
+        raise UserError(
+            "initialize: lr_scheduler= should be a scheduler or a function of the optimizer that makes one, got "
+            f"{shown(scheduler)}"
+        )
+    own = {id(group) for group in ([] if optimizer is None else optimizer.param_groups)}
+    theirs = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
+    if theirs and not own & {id(group) for group in theirs}:
+        raise UserError(
+            "initialize: lr_scheduler= sets the learning rate of another optimizer; make it over the one that "
+            "initialize() gets, or pass a function of the optimizer"
+        )
+
+
 def _make_scheduler(client: Any, settings: Settings, optimizer: torch.optim.Optimizer | None) -> Any:
     """The script's scheduler before the configuration's; a function gets the optimizer."""
     if client is not None:
-        if callable(client) and not isinstance(client, torch.optim.lr_scheduler.LRScheduler):
-            return client(optimizer)
-        return client
+        is_maker = callable(client) and not isinstance(client, torch.optim.lr_scheduler.LRScheduler)
+        scheduler = client(optimizer) if is_maker else client
+        _check_scheduler(scheduler, optimizer)
+        return scheduler
     if settings.scheduler is None:
         return None
     if optimizer is None:

@@ -165,7 +165,17 @@ def _parameters_or_all(model: nn.Module, model_parameters: Any) -> list[Any]:
             "initialize: model_parameters= should be a list of parameters or of groups ({'params': [...]}), got "
             f"{type(model_parameters).__name__}"
         )
-    return list(model_parameters)
+    given = list(model_parameters)
+    if not any(not isinstance(p, dict) or not _is_empty(p.get("params", p)) for p in given):
+        raise UserError(
+            "initialize: model_parameters= is empty, or a generator that is used up (it gives its parameters once); "
+            "pass list(model.parameters())"
+        )
+    return given
+
+
+def _is_empty(params: Any) -> bool:
+    return isinstance(params, (list, tuple)) and not params
 
 
 def as_groups(params: list[Any]) -> list[dict[str, Any]]:

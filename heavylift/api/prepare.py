@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from heavylift.api.distributed import broadcast_from_first
+from heavylift.api.engine_state import EngineState
 from heavylift.api.leaf_modules import keep_leaves_whole
 from heavylift.api.meta_weights import WeightsSource, find_source
 from heavylift.api.partition import forget, open_whole
@@ -72,6 +73,8 @@ def check_model(model: object) -> nn.Module:
     """`model` as a module that can be trained here. Raises UserError, one line per problem."""
     if not isinstance(model, nn.Module):
         raise UserError(f"initialize: model= should be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, EngineState):
+        raise UserError("initialize: model= is an engine, of an earlier initialize(); pass a model, or use that engine")
     if any(isinstance(m, FSDPModule) for m in model.modules()):
         raise UserError(
             "initialize: model= is sharded already, by an earlier initialize() or fully_shard; pass one that is not"

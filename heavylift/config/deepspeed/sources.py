@@ -34,6 +34,10 @@ _TOKEN = re.compile(
 class _Duplicate(ValueError):
     """A key that stands twice in one object."""
 
+    def __init__(self, key: str) -> None:
+        super().__init__(f"{named(key)}: given twice in one block; remove one")
+        self.key = key
+
 
 def read_source(config: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
     """The raw mapping and the name of its source for messages (the path; `ds_config` for mappings and base64).
@@ -89,10 +93,13 @@ def parse_json(text: str, source: str) -> dict[str, Any]:
 
     Raises UserError with `source:line:column` for what cannot be parsed.
     """
+    plain = _without_comments(text)
+    if not plain.strip():
+        raise UserError(f"{source}: is empty; expected a ds_config.json")
     try:
-        value = json.loads(_without_comments(text), object_pairs_hook=_unique)
+        value = json.loads(plain, object_pairs_hook=_unique)
     except _Duplicate as error:
-        raise UserError(f"{source}: {error}") from None
+        raise UserError(f"{source}: {error}{_two_lines(plain, error.key)}") from None
     except json.JSONDecodeError as error:
         value = _parse_hjson(text, source, error)
     except RecursionError:
@@ -126,9 +133,18 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise _Duplicate(f"{named(key)}: given twice in one block; remove one")
+            raise _Duplicate(key)
         found[key] = value
     return found
+
+
+def _two_lines(text: str, key: str) -> str:
+    """` (lines 2 and 7)` where JSON has the key twice in all; nothing where other blocks have it too."""
+    places = [m.start() for m in re.finditer(re.escape(json.dumps(key)) + r"\s*:", text)]
+    if len(places) != 2:
+        return ""
+    first, second = (text.count("\n", 0, place) + 1 for place in places)
+    return f" (line {first})" if first == second else f" (lines {first} and {second})"
 
 
 def _without_comments(text: str) -> str:
