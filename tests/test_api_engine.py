@@ -246,6 +246,24 @@ def batch_sizes_job() -> dict[str, Any]:
     return {"sizes": sizes, "messages": messages, "getters": getters}
 
 
+def backward_twice_job() -> tuple[str, str]:
+    """The same loss again, and the engine after that."""
+    engine, *_ = heavylift.initialize(
+        model=make_branches(), config=ds_config(Case("branches", 3, "none", "fp32", 2), 2)
+    )
+    loss = engine(*rows(4))["loss"]
+    engine.backward(loss)
+    messages = message_of(lambda: engine.backward(loss)), message_of(lambda: engine(*rows(4)))
+    engine.destroy()
+    return messages
+
+
+def test_a_second_backward_through_the_same_forward_is_named() -> None:
+    twice, after = run_on_ranks(2, backward_twice_job, timeout_s=60)[0]
+    assert twice.startswith("backward: a second backward through the same forward") and "\n" not in twice
+    assert "it cannot go on after an exception in backward" in after
+
+
 def test_batch_sizes_and_calls_that_come_wrong() -> None:
     result = run_on_ranks(2, batch_sizes_job)[0]
     assert result["sizes"] == [(16, 4, 2), (32, 4, 4), (16, 2, 4)]

@@ -342,6 +342,8 @@ def test_what_is_refused() -> None:
         zero.GatheredParameters([], modifier_rank=1)
     with pytest.raises(UserError, match="expected parameters or a module, got str"):
         zero.GatheredParameters(["weight"])  # type: ignore[list-item]
+    with pytest.raises(UserError, match="expected parameters or a module, got int"):
+        zero.GatheredParameters(5)  # type: ignore[arg-type]
     zero.register_external_parameter(nn.Linear(1, 1), nn.Parameter(torch.zeros(1)))
 
 

@@ -95,6 +95,8 @@ class EngineSteps(EngineState):
                 scaled.backward(retain_graph=retain_graph)
             except BaseException as error:
                 self.broken_by = f"backward, with {type(error).__name__}"
+                if "backward through the graph a second time" in str(error):
+                    raise UserError(_SECOND_BACKWARD) from None
                 if "got a second gradient" not in str(error):
                     raise
                 # two forwards before one backward: layers are reduced twice
@@ -234,6 +236,12 @@ class EngineSteps(EngineState):
 _SECOND_GRADIENT = (
     "backward: a second gradient in the same step, but the step of offloaded states may begin with the first; set "
     '"managed_gradient_accumulation": false, which adds gradients up until step()'
+)
+
+
+_SECOND_BACKWARD = (
+    "backward: a second backward through the same forward, whose activations are freed by now; run forward again, or "
+    "give the first one retain_graph=True"
 )
 
 

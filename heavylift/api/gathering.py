@@ -124,6 +124,8 @@ def _unique(params: Any) -> list[nn.Parameter]:
         params = params.parameters()
     elif isinstance(params, torch.Tensor):
         params = [params]
+    elif not isinstance(params, Iterable):
+        raise UserError(f"GatheredParameters: expected parameters or a module, got {type(params).__name__}")
     unique: dict[int, nn.Parameter] = {}
     for param in params:
         if isinstance(param, nn.Parameter):
