@@ -241,9 +241,12 @@ def test_numbers_as_json_has_them() -> None:
     assert max(whole) == 1.0
 
 
-def test_a_run_shorter_than_its_warmup_is_told() -> None:
-    with pytest.warns(UserWarning, match="total_num_steps 3 is less than warmup_num_steps 5"):
-        WarmupDecayLR(optimizer_of(0.1), 3, warmup_num_steps=5)
+def test_a_run_shorter_than_its_warmup_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    WarmupDecayLR(optimizer_of(0.1), 5, warmup_num_steps=5)
+    assert not caplog.messages
+    WarmupDecayLR(optimizer_of(0.1), 3, warmup_num_steps=5)
+    assert len(caplog.messages) == 1
+    assert "total_num_steps 3 is less than warmup_num_steps 5" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ Left out: the command-line arguments for these schedulers (`heavylift.api.lr_arg
 from __future__ import annotations
 
 import inspect
+import logging
 import math
-import warnings
+
+import torch.distributed as dist
 
 from heavylift.api.lr_base import HasParamGroups, Scheduler, Values
 from heavylift.api.lr_one_cycle import OneCycle
@@ -21,6 +23,8 @@ from heavylift.api.lr_params import Kind, param_problems
 from heavylift.config.deepspeed.settings import SchedulerSettings
 from heavylift.config.words import named, nearest, shown
 from heavylift.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 def _warmup_share(iteration: int, num_steps: int, warmup_type: str) -> float:
@@ -33,11 +37,11 @@ def _warmup_share(iteration: int, num_steps: int, warmup_type: str) -> float:
 
 
 def _warn_if_shorter(total_num_steps: int, warmup_num_steps: int) -> None:
-    if total_num_steps < warmup_num_steps:
-        warnings.warn(
-            f"total_num_steps {total_num_steps} is less than warmup_num_steps {warmup_num_steps}: the run ends during "
-            "warm-up",
-            stacklevel=3,
+    if total_num_steps < warmup_num_steps and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning(
+            "scheduler: total_num_steps %d is less than warmup_num_steps %d: the run ends during warm-up",
+            total_num_steps,
+            warmup_num_steps,
         )
 
 
