@@ -203,6 +203,7 @@ class TestBadInput:
         assert ended.rc == 2 and len(ended.errors) == 1 and "without torchrun" in ended.errors[0]
 
 
+@pytest.mark.soak
 def test_the_comparison_goes_on_after_a_failure(tmp_path: Path) -> None:
     """DeepSpeed is not there, or has no GPU; its failure is written down, and only it is tried again."""
     out = tmp_path / "comparison.json"

@@ -128,6 +128,7 @@ def mean_loss(model: torch.nn.Module, batches: list[tuple[torch.Tensor, torch.Te
     return total / num
 
 
+@pytest.mark.soak
 def test_zerooffload_on_a_checkpoint(tmp_path: Path, tiny_llama_copy: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -170,6 +171,7 @@ def test_usage(args: tuple[str, ...], tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.soak
 def test_states_that_cannot_fit_are_told_at_once(tmp_path: Path) -> None:
     """As it stands: the 70B on random weights. Only its shape is built before the host's memory is looked at."""
     if host_available_bytes() > 700 * 2**30:

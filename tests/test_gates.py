@@ -254,8 +254,15 @@ def many_optimizers_job(schedule: str, accumulate: bool) -> dict[str, Any]:
     return {"threads": threads, "grown": resident[-1] - resident[2], "moved": moved, "hooks": hooks}
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("schedule", ["synchronous", "deferred", "speculative"])
+@pytest.mark.parametrize(
+    ("schedule", "accumulate"),
+    [
+        ("deferred", False),
+        ("speculative", True),
+        *(pytest.param(*one, marks=pytest.mark.soak) for one in (("synchronous", False), ("synchronous", True))),
+        *(pytest.param(*one, marks=pytest.mark.soak) for one in (("deferred", True), ("speculative", False))),
+    ],
+)
 def test_twenty_optimizers_leave_nothing_behind(schedule: str, accumulate: bool) -> None:
     (found,) = run_on_ranks(1, many_optimizers_job, schedule, accumulate)
     assert found["threads"][-1] == found["threads"][0]
@@ -282,7 +289,11 @@ def long_run_job(folder: Path, changed: Setup) -> list[int]:
 
 @pytest.mark.parametrize(
     "changed",
-    [setup("deferred"), setup("speculative"), setup("auto", accumulation=2)],
+    [
+        pytest.param(setup("deferred"), marks=pytest.mark.soak),
+        setup("speculative"),
+        pytest.param(setup("auto", accumulation=2), marks=pytest.mark.soak),
+    ],
     ids=["deferred", "spec", "auto"],
 )
 def test_memory_is_flat_over_200_steps(changed: Setup, odd_llama: Path) -> None:

@@ -44,6 +44,7 @@ def check(result: dict[str, Any], num_steps: int) -> None:
         assert curves["host, deferred"]["num_stepped_in_backward"] == 0
 
 
+@pytest.mark.soak
 def test_the_script_compares_all_schedules(tmp_path: Path) -> None:
     done = run_script(tmp_path / "curves.json", "--steps", "4", "--dtype", "float32")
     assert done.returncode == 0, done.stderr

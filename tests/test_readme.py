@@ -290,6 +290,7 @@ def test_the_quickstart_runs(
     assert answer.rc == 0, answer.stderr
 
 
+@pytest.mark.soak
 def test_a_random_recipe_runs_on_a_small_shape(run_heavylift: Callable[..., Finished], tmp_path: Path) -> None:
     """And its first loss is the one that the headers of these recipes foretell."""
     hidden, vocab = 128, 512  # of the shape tiny_llama

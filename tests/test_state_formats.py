@@ -441,6 +441,7 @@ def test_the_fused_kernel_on_split_states(numel: int) -> None:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_the_recipe_key(write_recipe: Callable[..., Path], run_heavylift: Callable[..., Any], tmp_path: Path) -> None:
     """On a CPU the parameters are float32 by default: refused with what to do. In bfloat16 the losses are the same."""
     losses = []
