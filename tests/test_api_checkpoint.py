@@ -269,6 +269,7 @@ def lonely_job(folder: Path) -> str:
     return message
 
 
+@pytest.mark.soak
 def test_a_save_on_one_rank_alone_does_not_wait_for_ever(tmp_path: Path) -> None:
     message, _ = run_on_fresh_ranks(2, lonely_job, tmp_path)
     assert message.startswith("save_checkpoint: not every rank has called it within 2 s") and "\n" not in message

@@ -276,6 +276,7 @@ def test_who_asks_for_the_device_is_told_what_has_no_effect(tmp_path: Path) -> N
     assert load(tmp_path, defaults).engine.keys_without_effect == []
 
 
+@pytest.mark.soak
 def test_a_run_says_what_auto_came_to_and_keeps_it(
     run_heavylift: Callable[..., Finished], write_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -249,6 +249,18 @@ def test_every_key_has_words_for_its_type() -> None:
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12)
 
 
+@pytest.mark.parametrize("text", ["\x85", "a\u2028b", "\u2029 c", "tab\t\x85end", "two\nlines\n"])
+def test_line_ends_that_only_yaml_knows_are_kept(text: str, tmp_path: Path) -> None:
+    values = {
+        "model": {"model_name_or_path": "m"},
+        "data": {"dataset": "d"},
+        "train": {"output_dir": "o"},
+        "eval": {"sample_prompt": text},
+    }
+    recipe = Recipe.model_validate(values)
+    assert load(tmp_path, dump_recipe(recipe)) == recipe and recipe.eval.sample_prompt == text
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(["1e5", "010", "yes", "null", "2026-01-31", "- x", "a: b", "#", "~"]) | texts,

@@ -136,6 +136,7 @@ def test_the_process_grows_by_the_plan(name: str, large: Path) -> None:
     assert rank["grown"] == pytest.approx(planned, rel=0.05)
 
 
+@pytest.mark.soak
 def test_memory_is_flat_over_30_steps(small: Path) -> None:
     for rank in run_on_fresh_ranks(2, usage_job, small, Setup(ratio=0.6, schedule="deferred"), 30):
         early, late = median(rank["resident"][5:15]), median(rank["resident"][20:])

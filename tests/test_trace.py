@@ -241,6 +241,7 @@ def test_waits_are_written_and_a_short_run_has_a_trace(tmp_path: Path) -> None:
     assert 0 <= second["hidden"] < 1 and second["gate_device_s"] == 0
 
 
+@pytest.mark.soak
 def test_no_host_tier_no_waits(tmp_path: Path) -> None:
     run = profiled_run(tmp_path, "run", 1, engine={})
     assert {path.name for path in run.iterdir()} == {"metrics.jsonl", "trace.json", "config.yaml", "loss.png"}

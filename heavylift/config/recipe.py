@@ -8,7 +8,7 @@ dates or octal numbers. Left out: whether files and folders exist (see `prefligh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -63,7 +63,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The whole recipe, defaults included, as YAML that `load_recipe` reads back to an equal one."""
-    return yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return dump_yaml(recipe.model_dump(mode="json"))
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """YAML of sections, keys in their order, whose texts `load_recipe` reads back as they are."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _read_file(path: Path, shown_path: str, given: _Given) -> None:
@@ -313,6 +318,14 @@ _Loader.add_implicit_resolver(
 class _Dumper(yaml.SafeDumper):
     """SafeDumper that quotes what PyYAML's own loader or ours would read as something other than text."""
 
+
+def _text_node(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # to YAML these end a line as "\n" does, and PyYAML would write them as they are and read them back as blanks
+    style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text_node)
 
 for _first, _resolvers in _Loader.yaml_implicit_resolvers.items():
     _Dumper.yaml_implicit_resolvers = {

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from heavylift.config.deepspeed.reading import Reading
 from heavylift.config.deepspeed.settings import Precision, Settings
 from heavylift.config.deepspeed.training import DECAY_MAX_LR
+from heavylift.config.recipe import dump_yaml
 from heavylift.config.schema import Tier
 
 
@@ -48,7 +47,7 @@ def convert(
     _rest(settings, draft)
     if world_size is not None:
         draft.put("launch", nproc=world_size)
-    body = yaml.safe_dump(draft.sections, sort_keys=False, allow_unicode=True)
+    body = dump_yaml(draft.sections)
     return _header(reading, draft) + body
 
 
