@@ -1,10 +1,11 @@
 """Values of single parameters, modules gathered as a whole, logging, groups."""
 
-from heavylift.api.utils import (
-    OnDevice,
-    RepeatingLoader,
-    log_dist,
-    logger,
+from heavylift.api.logs import log_dist, logger, set_log_level_from_string
+from heavylift.api.on_device import OnDevice
+from heavylift.api.repeating_loader import RepeatingLoader
+
+from . import groups, init_on_device, logging, tensor_fragment, timer
+from .tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -18,10 +19,7 @@ from heavylift.api.utils import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
-    set_log_level_from_string,
 )
-
-from . import groups, init_on_device, logging, tensor_fragment, timer
 
 # the module first: imported later it would hide the function of its name
 from .z3_leaf_module import (
