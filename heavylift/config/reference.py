@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
+from heavylift.config.generated import write_or_check
 from heavylift.config.schema import Recipe, Section
-from heavylift.errors import EXIT_USER_ERROR
 
 DEFAULT_PATH = Path("docs/config.md")
 
@@ -126,23 +126,7 @@ def _default(field: FieldInfo) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write or check the reference; returns the exit code."""
-    check = "--check" in arguments
-    paths = [argument for argument in arguments if argument != "--check"]
-    if len(paths) > 1 or any(path.startswith("-") for path in paths):
-        print("usage: python -m heavylift.config.reference [--check] [PATH]", file=sys.stderr)
-        return EXIT_USER_ERROR
-    path = Path(paths[0]) if paths else DEFAULT_PATH
-    if check:
-        if path.is_file() and path.read_text(encoding="utf-8") == render():
-            return 0
-        print(f"{path}: out of date; run python -m heavylift.config.reference {path}", file=sys.stderr)
-        return 1
-    try:
-        path.write_text(render(), encoding="utf-8")
-    except OSError as error:
-        print(f"{path}: expected to be able to write, got {error.strerror}; change the path", file=sys.stderr)
-        return EXIT_USER_ERROR
-    return 0
+    return write_or_check(arguments, "heavylift.config.reference", DEFAULT_PATH, render)
 
 
 if __name__ == "__main__":
