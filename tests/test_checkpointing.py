@@ -23,8 +23,9 @@ from heavylift.config.schema import TrainConfig
 from heavylift.errors import UserError
 from heavylift.memory.boundaries import BoundaryStore
 from heavylift.memory.checkpointing import checkpoint_layers
+from heavylift.ranks import Ranks
 from heavylift.sharding import layers_of
-from heavylift.train.setup import Ranks, keep_boundaries_on_host
+from heavylift.train.setup import keep_boundaries_on_host
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 5

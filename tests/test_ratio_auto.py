@@ -42,8 +42,9 @@ from heavylift.memory.planner import ModelPlanner
 from heavylift.models.load import build_on_meta, init_random_weights, load_hf_config, materialise
 from heavylift.offload.optimizer import TieredOptions
 from heavylift.offload.tiers import place
+from heavylift.ranks import Ranks
 from heavylift.sharding import make_mesh, shard_model
-from heavylift.train.setup import Ranks, place_states, tiered_options, workload
+from heavylift.train.setup import place_states, tiered_options, workload
 
 WORK = Workload(4, 4096, Recompute.FULL, chunk_tokens=512, compiled=True)
 

@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from heavylift.api.dataloader import EngineDataLoader
-from heavylift.api.distributed import Ranks
 from heavylift.api.repeating_loader import RepeatingLoader
 from heavylift.errors import UserError
+from heavylift.ranks import Ranks
 
 
 def epochs(loader: RepeatingLoader, num: int) -> list[list[int]]:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from heavylift.api.distributed import Ranks
 from heavylift.config.deepspeed.parse import load_settings
 from heavylift.config.deepspeed.settings import Precision
 from heavylift.config.deepspeed.sources import read_source
+from heavylift.ranks import Ranks
 
 CLIPPING_DEFAULT = 1.0
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from heavylift.api.distributed import Ranks
 from heavylift.config.words import shown
 from heavylift.errors import UserError
+from heavylift.ranks import Ranks
 
 
 def check_dataset(what: str, dataset: Any) -> None:

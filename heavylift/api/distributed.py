@@ -1,10 +1,9 @@
-"""Where this process stands, and the process group: under a launcher, torchrun, MPI, srun, or as a single process."""
+"""The process group: under a launcher, torchrun, MPI, srun, or as a single process."""
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from heavylift.errors import UserError
+from heavylift.ranks import COLLECTIVE_TIMEOUT, Ranks
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # (rank, world size, local rank, local world size) as other launchers name them
 _FOREIGN = (
@@ -29,54 +28,12 @@ _cpu_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 """The default group, and the one made beside it."""
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Where this process stands."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    device: torch.device
-
-    @classmethod
-    def here(cls) -> Ranks:
-        """From the process group where there is one, else from the launcher's variables; alone without any."""
-        if dist.is_available() and dist.is_initialized():
-            rank, world_size = dist.get_rank(), dist.get_world_size()
-        else:
-            rank, world_size = _from_env("RANK", 0), _from_env("WORLD_SIZE", 1)
-        local_world_size = min(_from_env("LOCAL_WORLD_SIZE", world_size), world_size)
-        local_rank = _from_env("LOCAL_RANK", rank % local_world_size)
-        return cls(rank, world_size, local_rank, local_world_size, _device(local_rank))
-
-
-def _from_env(name: str, default: int) -> int:
-    text = os.environ.get(name)
-    if text is None or text == "":
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(f"environment: {name} should be a number, got {text!r}") from None
-
-
-def _device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"local rank {local_rank}: {torch.cuda.device_count()} GPUs are visible; start at most one process per GPU"
-        )
-    return torch.device("cuda", local_rank)
-
-
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
     distributed_port: int = 29500,
     verbose: bool = True,
-    timeout: timedelta = DEFAULT_TIMEOUT,
+    timeout: timedelta = COLLECTIVE_TIMEOUT,
     init_method: str | None = None,
     dist_init_required: bool | None = None,
     config: Any = None,

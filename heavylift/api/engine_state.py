@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from heavylift.api.dataloader import EngineDataLoader
-from heavylift.api.distributed import Ranks, cpu_group
+from heavylift.api.distributed import cpu_group
 from heavylift.api.forward_methods import gathered_around, is_users_method
 from heavylift.api.loss_scale import LossScaler
 from heavylift.api.presence import GradientPresence
@@ -18,6 +18,7 @@ from heavylift.api.torch_step import TorchStep
 from heavylift.config.deepspeed.settings import Precision, Settings
 from heavylift.errors import UserError
 from heavylift.offload.optimizer import TieredAdamW
+from heavylift.ranks import Ranks
 from heavylift.sharding import ShardedModel
 
 StepOptimizer = TieredAdamW | TorchStep

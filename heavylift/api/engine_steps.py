@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from heavylift.api.distributed import Ranks
 from heavylift.api.engine_state import EngineState, StepOptimizer
 from heavylift.api.presence import presence_varies
 from heavylift.api.reports import EngineReports, StepFacts
@@ -27,6 +26,7 @@ from heavylift.config.deepspeed.settings import Precision, Settings
 from heavylift.engine import attention_kernels
 from heavylift.errors import UserError
 from heavylift.offload.optimizer import TieredAdamW
+from heavylift.ranks import Ranks
 from heavylift.sharding import ShardedModel
 
 

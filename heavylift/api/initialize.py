@@ -13,7 +13,7 @@ from heavylift.api import script_errors
 from heavylift.api.agreement import check_same_everywhere
 from heavylift.api.arguments import find_config
 from heavylift.api.dataloader import EngineDataLoader, check_dataset
-from heavylift.api.distributed import Ranks, discover_ranks, init_distributed
+from heavylift.api.distributed import discover_ranks, init_distributed
 from heavylift.api.engine import Engine
 from heavylift.api.memory_check import check_memory
 from heavylift.api.optimizer_choice import OptimizerChoice, choose_optimizer
@@ -30,6 +30,7 @@ from heavylift.launch.binding import bind_unless_bound
 from heavylift.launch.cores import split_cores
 from heavylift.offload.groups import make_group
 from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.ranks import Ranks
 
 __all__ = ["init_distributed", "initialize"]
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import torch
 
-from heavylift.api.distributed import Ranks
 from heavylift.config.schema import Tier
 from heavylift.memory.fit import Setting, fits, highest_ratio
 from heavylift.memory.machine import agree, measure
 from heavylift.memory.plan import MemoryPlan, check_plan
 from heavylift.memory.planner import ModelPlanner
 from heavylift.offload.optimizer import TieredOptions
+from heavylift.ranks import Ranks
 from heavylift.sharding import ShardedModel
 
 _OFFLOAD = "zero_optimization.offload_optimizer"

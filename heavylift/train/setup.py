@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,33 +45,13 @@ from heavylift.models.load import (
 from heavylift.models.loss_head import find_loss_head, install_loss_head
 from heavylift.offload.formats import check_format
 from heavylift.offload.optimizer import TieredOptions
+from heavylift.ranks import COLLECTIVE_TIMEOUT, Ranks
 from heavylift.sharding import ShardedModel, layers_of, make_mesh, shard_model
 
 logger = logging.getLogger(__name__)
 
 PAD_MULTIPLE = {"cpu": 8, "cuda": 64}
 """Sequences are padded to this: whole tiles of the matrix units, and few different shapes to compile for."""
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Where this process stands."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    device: torch.device
-
-    @classmethod
-    def from_environment(cls) -> Ranks:
-        """From the variables that torch's launchers set."""
-        local_rank = int(os.environ["LOCAL_RANK"])
-        device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-        world_size = int(os.environ["WORLD_SIZE"])
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        return cls(int(os.environ["RANK"]), world_size, local_rank, local_world_size, device)
 
 
 @dataclass(frozen=True)
@@ -103,7 +82,7 @@ class Run:
 
 def set_up(recipe: Recipe) -> Run:
     """Builds the run on this rank. Raises UserError for anything that the user can mend."""
-    ranks = Ranks.from_environment()
+    ranks = Ranks.here()
     folder = resolve_model_folder(recipe)
     hf_config = load_hf_config(folder, recipe.model.trust_remote_code)
     tokenizer = None if recipe.data.format == "random" else load_tokenizer(recipe)

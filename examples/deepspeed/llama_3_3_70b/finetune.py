@@ -22,7 +22,6 @@ from report import StepReport, log_line, wait_for_device
 from torch import nn
 
 import heavylift
-from heavylift.api.distributed import Ranks
 from heavylift.checkpoint.huggingface import save_model
 from heavylift.config.deepspeed.parse import load_settings
 from heavylift.config.deepspeed.settings import Settings
@@ -36,6 +35,7 @@ from heavylift.memory.machine import host_available_bytes
 from heavylift.models.chunked_loss import Targets
 from heavylift.models.load import build_on_meta, load_hf_config, parameter_counts, resolve_dtype
 from heavylift.models.loss_head import find_loss_head
+from heavylift.ranks import Ranks
 from heavylift.train.schedules import build_scheduler
 from heavylift.train.setup import prepare_head, prepare_layers
 
