@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from parity_api.models import MAKERS
 from parity_api.runs import Case, ds_config, masters, train
+from parity_api.small import message_of
 from ranks.pool import run_on_fresh_ranks, run_on_ranks
 from torch import nn
 
 import heavylift
-from heavylift.errors import UserError
 
 FIRST, REST = slice(0, 2), slice(2, 4)
 SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-2}}
@@ -167,12 +167,6 @@ def warnings_of(action: Any) -> list[str]:
     finally:
         logger.removeHandler(handler)
     return told
-
-
-def message_of(action: Any) -> str:
-    with pytest.raises(UserError) as raised:
-        action()
-    return str(raised.value)
 
 
 def test_tags_weights_alone_and_what_is_refused(tmp_path: Path) -> None:

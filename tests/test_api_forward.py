@@ -10,22 +10,11 @@ import torch.distributed as dist
 from parity_api.models import make_branches, make_llama, micro_batches
 from parity_api.plain import plain_curve
 from parity_api.runs import Case, ds_config, masters, train, whole
+from parity_api.small import message_of, rows
 from ranks.pool import run_on_ranks
 from torch import nn
 
 import heavylift
-from heavylift.errors import UserError
-
-
-def message_of(action: Any) -> str:
-    with pytest.raises(UserError) as raised:
-        action()
-    return str(raised.value)
-
-
-def rows(num: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    return torch.randn(num, 5, generator=generator).to(dtype), torch.zeros(num, 1, dtype=dtype)
 
 
 def variants_job() -> dict[str, Any]:

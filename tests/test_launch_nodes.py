@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from conftest import command_env
+from processes import gone
 
 from heavylift.errors import UserError
 from heavylift.launch.hostfile import choose, read_hostfile
@@ -139,15 +139,6 @@ def notes(folder: Path) -> list[dict]:
             return [json.loads(file.read_text()) for file in files]
         time.sleep(0.05)
     raise AssertionError("the ranks did not come so far")
-
-
-def gone(pids: list[int], within_s: float = 60) -> bool:
-    end = time.monotonic() + within_s
-    while time.monotonic() < end:
-        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_two_nodes_train_together_over_ssh(cluster: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:

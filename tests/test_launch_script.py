@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import command_env
+from processes import gone
 
 from heavylift.cli.launch import is_launch_line, run_launch
 from heavylift.errors import UserError
@@ -339,15 +340,6 @@ def wait_for_ranks(folder: Path, num_ranks: int = 2) -> list[int]:
             return [int(file.read_text()) for file in files]
         time.sleep(0.05)
     raise AssertionError("the ranks did not start")
-
-
-def gone(pids: list[int], within_s: float = 60) -> bool:
-    end = time.monotonic() + within_s
-    while time.monotonic() < end:
-        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

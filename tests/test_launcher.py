@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from conftest import command_env
+from processes import gone
 
 from heavylift.config.schema import Recipe
 from heavylift.launch import binding, cores, quota
@@ -87,15 +87,6 @@ def wait_for_workers(folder: Path) -> list[int]:
     raise AssertionError("the workers did not start")
 
 
-def gone(pids: list[int], within_s: float = 30) -> bool:
-    end = time.monotonic() + within_s
-    while time.monotonic() < end:
-        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_all_ranks_run_and_nothing_stays(launch: Launch, tmp_path: Path) -> None:
     process = launch("ok")
     _, stderr = process.communicate(timeout=120)
@@ -128,7 +119,7 @@ def test_a_dead_rank_ends_the_others_and_is_named(launch: Launch, tmp_path: Path
     assert stderr.splitlines()[-1].startswith(said)
     assert ("boom in rank 1" in stderr) == (how == "crash")
     assert "ChildFailedError" not in stderr and "torch.distributed.elastic" not in stderr
-    assert gone([note[0] for note in notes(tmp_path)])
+    assert gone([note[0] for note in notes(tmp_path)], within_s=30)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -139,7 +130,7 @@ def test_a_signal_to_the_launcher_ends_all_workers(launch: Launch, tmp_path: Pat
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert stderr == f"ended by {number.name}; the workers are stopped\n"
-    assert gone(pids)
+    assert gone(pids, within_s=30)
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
@@ -147,7 +138,7 @@ def test_workers_do_not_outlive_a_killed_launcher(launch: Launch, tmp_path: Path
     process = launch("sleep")
     pids = wait_for_workers(tmp_path)
     process.kill()
-    assert gone(pids)
+    assert gone(pids, within_s=30)
 
 
 def test_under_torchrun_each_rank_works_in_place(tmp_path: Path) -> None:
