@@ -31,6 +31,7 @@ class Engine(EngineSteps, EngineInfo, EngineCheckpoint):
     def destroy(self) -> None:
         """Ends the optimizer's threads and frees its memory; the engine cannot train afterwards. Twice is fine."""
         self._presence.close()
+        self._loss_source.close()
         self._read_hook.remove()
         self.reports.close()
         if self.optimizer is not None:

@@ -20,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from heavylift.api.engine_state import EngineState, StepOptimizer
+from heavylift.api.loss_source import LossSource
 from heavylift.api.presence import presence_varies
 from heavylift.api.reports import EngineReports, StepFacts
 from heavylift.config.deepspeed.settings import Precision, Settings
@@ -49,6 +50,7 @@ class EngineSteps(EngineState):
         self._num_backwards = 0
         """Since the last optimizer step."""
         self._step_applied = False
+        self._loss_source = LossSource(sharded)
         # Between micro-batches that are not reduced FSDP2 keeps gradients in float32, but new ones in their own dtype,
         # and cannot reduce them together: where some micro-batch may leave a parameter out, each is reduced
         self._reduces_always = sharded.stage > 1 or (
@@ -111,7 +113,7 @@ class EngineSteps(EngineState):
     def _scaled(self, loss: torch.Tensor, scale_wrt_gas: bool) -> torch.Tensor:
         self.needs_optimizer("backward")
         self.check_whole()
-        _check_loss(loss)
+        self._check_loss(loss)
         self.reports.saw_loss(loss, 1.0 if scale_wrt_gas else self._batch.accumulation)
         reduces = self._reduces_always or (self.is_gradient_accumulation_boundary() and not self._holds_back)
         self._sharded.set_last_micro_batch(reduces)
@@ -123,6 +125,16 @@ class EngineSteps(EngineState):
             factor /= self.world_size
         scaled = loss.float() * factor if factor != 1.0 else loss
         return self._presence.watch(scaled, reduces)
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, torch.Tensor):
+            raise UserError(f"backward: the loss should be a tensor, got {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise UserError(f"backward: the loss should be one number, got shape {tuple(loss.shape)}; take its mean")
+        if not loss.requires_grad or not self._loss_source.is_behind(loss):
+            raise UserError(
+                "backward: the loss depends on no trained parameter; run forward with gradients, through engine(...)"
+            )
 
     def has_unreduced_gradients(self) -> bool:
         """Stages 0 and 1 keep them on their rank until the boundary."""
@@ -243,14 +255,3 @@ _SECOND_BACKWARD = (
     "backward: a second backward through the same forward, whose activations are freed by now; run forward again, or "
     "give the first one retain_graph=True"
 )
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise UserError(f"backward: the loss should be a tensor, got {type(loss).__name__}")
-    if loss.numel() != 1:
-        raise UserError(f"backward: the loss should be one number, got shape {tuple(loss.shape)}; take its mean")
-    if not loss.requires_grad:
-        raise UserError(
-            "backward: the loss depends on no trained parameter; run forward with gradients, through engine(...)"
-        )
