@@ -23,7 +23,7 @@ def refused_config_files() -> list[Path]:
 
 def raw_config(path: Path) -> dict[str, Any]:
     """The file as a mapping."""
-    return read_source(path)[0]
+    return read_source(path).values
 
 
 def trainer_defaults(path: Path) -> dict[str, Any]:

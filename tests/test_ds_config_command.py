@@ -58,8 +58,8 @@ def test_explain_shows_the_table_of_a_bad_file_and_then_its_problems(tmp_path: P
     done = run("explain", path)
     assert done.rc == 2
     assert done.errors == [
-        f"{path}: bogus: unknown key; remove it (known: docs/deepspeed_config.md)",
-        f"{path}: bf16.enabled: expected true or false, got 'true'; remove the quotes",
+        f"{path}:1: bogus: unknown key; remove it (known: docs/deepspeed_config.md)",
+        f"{path}:1: bf16.enabled: expected true or false, got 'true'; remove the quotes",
     ]
     assert "bogus" in done.stdout and "error" in done.stdout and "what it comes to" not in done.stdout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -15,6 +16,7 @@ from heavylift.config.deepspeed.convert import convert
 from heavylift.config.deepspeed.explain import key_table, settings_table
 from heavylift.config.deepspeed.keys import Block, block_of, canonical_names
 from heavylift.config.deepspeed.parse import interpret
+from heavylift.config.deepspeed.places import key_lines, line_of
 from heavylift.config.deepspeed.schema import DeepSpeedConfig
 from heavylift.config.deepspeed.settings import Settings
 from heavylift.config.deepspeed.sources import parse_json, read_source
@@ -126,6 +128,9 @@ def test_a_random_config_is_understood_or_refused(seed: int, world_size: int) ->
     assert bool(found.problems) == (found.settings is None), config
     assert all("\n" not in problem for problem in found.problems), config
     assert key_table(found.reading).row_count == len(found.reading.reports)
+    lines = key_lines(json.dumps(config, indent=1, default=str))
+    # None as a key, which is shown as nothing
+    assert all(line_of(report.path, lines) for report in found.reading.reports if report.path != "nothing"), config
     if found.settings is not None:
         assert isinstance(found.settings, Settings)
         assert settings_table(found.settings).row_count > 30

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from heavylift.config.deepspeed.parse import load_settings
+from heavylift.config.deepspeed.places import key_lines
 from heavylift.config.deepspeed.sources import parse_json, read_source
 from heavylift.errors import UserError
 
@@ -36,11 +37,73 @@ def test_mapping_path_and_base64_are_the_same(tmp_path: Path) -> None:
 
 def test_messages_begin_with_the_source(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    path.write_text('{"train_batch_size": "x"}')
-    for source, name in ((path, str(path)), ({"train_batch_size": "x"}, "ds_config")):
+    path.write_text('{\n"train_batch_size": "x"}')
+    for source, name in ((path, f"{path}:2"), ({"train_batch_size": "x"}, "ds_config")):
         with pytest.raises(UserError) as caught:
             load_settings(source, 1)
         assert caught.value.problems[0].startswith(f"{name}: train_batch_size: ")
+
+
+LINES = """{
+  // zero_optimization: {"foo": 1},
+  "train_micro_batch_size_per_gpu": 1, "zero_optimization": {
+    "stage": 2, /* a comment of
+    two lines */ "foo": 1,
+    "stage3_prefetch_bucket_size": 1, "prefetch_bucket_size": 2,
+    "offload_param": {"device": "cpu"},
+  },
+  "tensor_parallel": {"partition_config": {"layer_specs": [{"shape": [1, {"zero_optimization": 1}]}, "stage"]}},
+  "a.b": {"stage": "\\",: {}\\"", "": 1},
+
+  "scheduler": {
+    "type": "WarmupDecayLR"},
+  "train_batch_size": 7.5
+}"""
+PLACES = {
+    "zero_optimization.foo": 5,
+    "zero_optimization.prefetch_bucket_size": 6,
+    "zero_optimization.offload_param.device": 7,
+    "a.b": 10,
+    "scheduler.params.total_num_steps": 12,  # missing: its block's
+    "train_batch_size": 14,
+}
+
+
+def test_problems_have_the_line_of_their_key(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(LINES)
+    with pytest.raises(UserError) as caught:
+        load_settings(path, 1)
+    assert sorted(problem.split(": ")[:2] for problem in caught.value.problems) == sorted(
+        [f"{path}:{line}", key] for key, line in PLACES.items()
+    )
+
+
+def test_the_batch_equation_has_the_line_of_a_key_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    for text, place in (('{\n"gradient_accumulation_steps": 2}', f"{path}:2"), ("{\n}", str(path))):
+        path.write_text(text)
+        with pytest.raises(UserError) as caught:
+            load_settings(path, 1)
+        assert caught.value.problems[0].startswith(f"{place}: train_batch_size: ")
+
+
+def test_key_lines_are_those_of_the_parsed_keys() -> None:
+    """A text that has one key on each line."""
+    value = {"a": {"b": [{"x": [[]]}, "b", {}], "c": {}}, '"': {"{": 1, "d": "]"}, "e": [1, "e"], "f": {"b": None}}
+    text = json.dumps(value, indent=1)
+    lines = key_lines(text)
+    assert list(lines) == ["a", "a.b", "a.c", '"', '".{', '".d', "e", "f", "f.b"]
+    for path, line in lines.items():
+        assert text.splitlines()[line - 1].strip().startswith(json.dumps(path.split(".")[-1]) + ":")
+
+
+def test_hjson_has_no_lines(tmp_path: Path) -> None:
+    path = tmp_path / "ds.hjson"
+    path.write_text("{\n  train_batch_size: 1\n  foo: 1\n}")
+    with pytest.raises(UserError) as caught:
+        load_settings(path, 1)
+    assert caught.value.problems[0].startswith(f"{path}: foo: unknown key")
 
 
 def test_comments_and_trailing_commas_without_hjson(monkeypatch: pytest.MonkeyPatch) -> None:

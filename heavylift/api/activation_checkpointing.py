@@ -72,8 +72,7 @@ def configure(
 
 
 def _cpu_checkpointing_of(config: Any) -> bool:
-    config, _ = read_source(config)
-    block = config.get("activation_checkpointing", {})
+    block = read_source(config).values.get("activation_checkpointing", {})
     value = block.get("cpu_checkpointing", False) if isinstance(block, dict) else None
     if not isinstance(value, bool):
         raise UserError(f"activation_checkpointing.cpu_checkpointing: expected true or false, got {value!r}")

@@ -21,8 +21,8 @@ class DeepSpeedConfig:
     """
 
     def __init__(self, config: Mapping[str, Any] | str | Path, mpu: Any = None, mesh_device: Any = None) -> None:
-        self._param_dict, _ = read_source(config)
-        self.settings = load_settings(self._param_dict, Ranks.here().world_size)
+        self._param_dict = read_source(config).values
+        self.settings = load_settings(config, Ranks.here().world_size)
         batch = self.settings.batch
         self.train_batch_size = batch.train_batch
         self.train_micro_batch_size_per_gpu = batch.micro_batch

@@ -88,7 +88,7 @@ def initialize(
     scheduler = _make_scheduler(lr_scheduler, settings, step_optimizer)
     engine = Engine(prepared.sharded, step_optimizer, scheduler, settings, ranks)
     engine.scalars = prepared.scalars
-    engine.config = {} if isinstance(given, Settings) else read_source(given)[0]
+    engine.config = {} if isinstance(given, Settings) else read_source(given).values
     if settings.stage == 3:
         mark_sharded(module.parameters())
     loader = None

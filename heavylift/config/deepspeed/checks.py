@@ -6,7 +6,8 @@ dropped, so that one mistake is reported once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from heavylift.config.deepspeed.reading import Reading
 from heavylift.config.deepspeed.settings import Precision
@@ -68,19 +69,23 @@ def scheduler_name(type_name: str) -> str | None:
 
 
 def find_conflicts(reading: Reading, world_size: int, leave_open: bool) -> list[tuple[str, str]]:
-    """(path, message) of every impossible combination. `leave_open`: an "auto" that nobody filled is no problem yet."""
-    found: list[tuple[str, str]] = []
-    for check in _CHECKS:
-        found += [(paths[0], text) for paths, text in check(reading) if not _touches(paths, reading.bad)]
-    found += [
-        (paths[0], text) for paths, text in _missing_params(reading, leave_open) if not _touches(paths, reading.bad)
-    ]
+    """(a key of it as the file has it, message) of every impossible combination.
+
+    `leave_open`: an "auto" that nobody filled is no problem yet.
+    """
+    checks = chain(*(check(reading) for check in _CHECKS), _missing_params(reading, leave_open))
+    found = [(place_of(paths, reading), text) for paths, text in checks if not _touches(paths, reading.bad)]
     size = reading.config.data_parallel_size
     if size is not None and size != world_size:
         found.append(
             ("data_parallel_size", f"data_parallel_size: expected the world size {world_size}, got {size}; remove it")
         )
     return found
+
+
+def place_of(paths: tuple[str, ...], reading: Reading) -> str:
+    """The first of these keys that the file gives, as the file has it; else the first."""
+    return next((reading.written[path] for path in paths if path in reading.written), paths[0])
 
 
 def _touches(paths: tuple[str, ...], bad: frozenset[str]) -> bool:
@@ -163,8 +168,7 @@ def _offload(reading: Reading) -> Found:
 def _optimizer(reading: Reading) -> Found:
     type_name = reading.config.optimizer.type
     if type_name is None:
-        if reading.config.optimizer.params or any(path.startswith("optimizer.params.") for path in reading.given):
-            yield ("optimizer.type",), "optimizer.type: missing beside optimizer.params; set it, such as AdamW"
+        yield from _missing_type("optimizer", "AdamW", reading)
         return
     name = optimizer_name(type_name)
     if name is None:
@@ -191,25 +195,33 @@ def _unknown_optimizer(type_name: str) -> str:
     instead = REFUSED_OPTIMIZERS.get(type_name.lower())
     if instead is not None:
         return f"optimizer.type: heavylift does not have {type_name}; {instead}"
-    known = ["Adam", "AdamW", *TORCH_OPTIMIZERS]
-    match = nearest(type_name.lower(), [name.lower() for name in known])
-    meant = next((name for name in known if name.lower() == match), None)
-    hint = f"did you mean {meant}?" if meant else f"expected one of {', '.join(known)}"
-    return f"optimizer.type: unknown optimizer {named(type_name)}; {hint}"
+    return _unknown_type("optimizer", type_name, ["Adam", "AdamW", *TORCH_OPTIMIZERS])
+
+
+def _unknown_type(block: str, type_name: str, known: Iterable[str]) -> str:
+    spelt = {name.lower(): name for name in known}
+    match = nearest(type_name.lower(), spelt)
+    hint = f"did you mean {spelt[match]}?" if match else f"expected one of {', '.join(spelt.values())}"
+    return f"{block}.type: unknown {block} {named(type_name)}; {hint}"
+
+
+def _missing_type(block: str, such_as: str, reading: Reading) -> Found:
+    """Where there are arguments; a block without any asks for nothing."""
+    if any(path.startswith(f"{block}.params.") for path in reading.given):
+        yield (
+            (f"{block}.type", f"{block}.params"),
+            f"{block}.type: missing beside {block}.params; set it, such as {such_as}",
+        )
 
 
 def _scheduler(reading: Reading) -> Found:
     type_name = reading.config.scheduler.type
     if type_name is None:
-        if reading.config.scheduler.params or any(path.startswith("scheduler.params.") for path in reading.given):
-            yield ("scheduler.type",), "scheduler.type: missing beside scheduler.params; set it, such as WarmupLR"
+        yield from _missing_type("scheduler", "WarmupLR", reading)
         return
     name = scheduler_name(type_name)
     if name is None:
-        match = nearest(type_name.lower(), [known.lower() for known in SCHEDULERS])
-        meant = next((known for known in SCHEDULERS if known.lower() == match), None)
-        hint = f"did you mean {meant}?" if meant else f"expected one of {', '.join(SCHEDULERS)}"
-        yield ("scheduler.type",), f"scheduler.type: unknown scheduler {named(type_name)}; {hint}"
+        yield ("scheduler.type",), _unknown_type("scheduler", type_name, SCHEDULERS)
         return
     params = reading.params["scheduler"].model_dump()
     low, high = params.get("cycle_min_lr"), params.get("cycle_max_lr")

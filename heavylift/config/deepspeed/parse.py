@@ -19,9 +19,11 @@ from heavylift.config.deepspeed.checks import (
     optimizer_device,
     optimizer_name,
     param_device,
+    place_of,
     precision_of,
     scheduler_name,
 )
+from heavylift.config.deepspeed.places import key_lines, line_of
 from heavylift.config.deepspeed.reading import Reading, read_config
 from heavylift.config.deepspeed.settings import (
     Autocast,
@@ -60,7 +62,8 @@ def load_settings(
     "auto", by the short names of `auto.PLACES` (lr, betas, total_num_steps, ...) or by a key's own path
     (`optimizer.params.lr`); an "auto" that stays open takes heavylift's default, said in `Settings.notes`.
 
-    Raises UserError with one message per problem, `SOURCE: key: what was expected, what came; what to change`.
+    Raises UserError with one message per problem, `SOURCE: key: what was expected, what came; what to change`. A JSON
+    file's has the key's line, `SOURCE:LINE: key: ...`.
     """
     result = interpret(config, world_size, defaults=defaults)
     if result.problems:
@@ -82,16 +85,21 @@ def interpret(
     the source cannot be read at all.
     """
     assert world_size >= 1, f"{world_size=}"
-    raw, source = read_source(config)
-    reading = read_config(raw, source, fillings(defaults, raw))
+    source = read_source(config)
+    reading = read_config(source.values, source.name, fillings(defaults, source.values))
     problems = reading.problems + find_conflicts(reading, world_size, leave_open)
     sizes, batch_notes, batch_problem = _batch(reading, world_size)
     if batch_problem is not None and not {TRAIN, MICRO, ACCUMULATION} & reading.bad:
-        problems.append((TRAIN, batch_problem))
-    messages = tuple(f"{source}: {text}" for _, text in problems)
+        problems.append((place_of((TRAIN, MICRO, ACCUMULATION), reading), batch_problem))
+    lines = key_lines(source.text) if problems and source.text is not None else {}
+    messages = tuple(f"{_where(source.name, line_of(place, lines))}: {text}" for place, text in problems)
     if messages or sizes is None:
         return Interpretation(reading, None, messages)
     return Interpretation(reading, _resolve(reading, sizes, batch_notes), ())
+
+
+def _where(name: str, line: int | None) -> str:
+    return name if line is None else f"{name}:{line}"
 
 
 def _batch(reading: Reading, world_size: int) -> tuple[BatchSizes | None, list[str], str | None]:

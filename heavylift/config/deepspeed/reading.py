@@ -44,6 +44,8 @@ class Reading:
     """A `DeepSpeedConfig`; keys with a problem have their defaults."""
     params: dict[str, Block]
     """`optimizer` and `scheduler` -> their typed params, where heavylift knows the type."""
+    written: dict[str, str]
+    """Canonical path of each known key that the file gives -> the key as the file has it."""
     given: frozenset[str]
     """Canonical paths of the keys that the file gives a value."""
     filled: frozenset[str]
@@ -52,7 +54,7 @@ class Reading:
     """Canonical paths that stayed "auto"."""
     reports: list[KeyReport]
     problems: list[tuple[str, str]]
-    """(canonical path, message without its source)."""
+    """(key as the file has it, message without its source)."""
     notes: list[str]
     bad: frozenset[str]
     """Canonical paths whose value could not be used: nothing must be concluded from them."""
@@ -71,7 +73,7 @@ class _Walk:
     bad: set[str] = field(default_factory=set)
 
     def problem(self, path: Path, written: str, message: str, value: Any = None, status: str = "error") -> None:
-        self.problems.append((".".join(path), f"{written}: {message}"))
+        self.problems.append((written, f"{written}: {message}"))
         self.bad.add(".".join(path))
         self.reports.append(KeyReport(written, value, status, message))
 
@@ -98,6 +100,7 @@ def read_config(raw: Mapping[str, Any], source: str, fillings: Mapping[str, Any]
         source=source,
         config=config,
         params=params,
+        written={".".join(path): written for path, written in walk.written.items()},
         given=frozenset(".".join(path) for path in walk.values),
         filled=frozenset(walk.filled),
         open_autos=frozenset(walk.open_autos),

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,24 @@ class _Duplicate(ValueError):
         self.key = key
 
 
-def read_source(config: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], str]:
-    """The raw mapping and the name of its source for messages (the path; `ds_config` for mappings and base64).
+@dataclass(frozen=True)
+class Source:
+    """A ds_config, read."""
+
+    values: dict[str, Any]
+    name: str
+    """For messages: the path; `ds_config` for mappings and base64."""
+    text: str | None = None
+    """The file's JSON without its comments, lines kept; None for Hjson and what is no file."""
+
+
+def read_source(config: Mapping[str, Any] | str | Path) -> Source:
+    """The raw mapping of a ds_config, and where it comes from.
 
     Raises UserError: missing or unreadable file, syntax errors with line and column, duplicate keys, not a mapping.
     """
     if isinstance(config, Mapping):
-        return dict(config), "ds_config"
+        return Source(dict(config), "ds_config")
     if isinstance(config, Path):
         return _read_file(config)
     if not isinstance(config, str):
@@ -62,10 +74,10 @@ def read_source(config: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any],
         raise UserError(
             f"{named(config)}: no such file, nor base64 of JSON; give the path of a ds_config.json, or the mapping"
         )
-    return parse_json(decoded, "ds_config (base64)"), "ds_config"
+    return Source(parse_json(decoded, "ds_config (base64)"), "ds_config")
 
 
-def _read_file(path: Path) -> tuple[dict[str, Any], str]:
+def _read_file(path: Path) -> Source:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -76,7 +88,8 @@ def _read_file(path: Path) -> tuple[dict[str, Any], str]:
         raise UserError(f"{path}: expected UTF-8 text, got byte {error.object[error.start]:#04x}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return parse_json(text, str(path)), str(path)
+    values, plain = _parse(text, str(path))
+    return Source(values, str(path), plain)
 
 
 def _decode(text: str) -> str | None:
@@ -93,22 +106,28 @@ def parse_json(text: str, source: str) -> dict[str, Any]:
 
     Raises UserError with `source:line:column` for what cannot be parsed.
     """
+    return _parse(text, source)[0]
+
+
+def _parse(text: str, source: str) -> tuple[dict[str, Any], str | None]:
+    """The mapping, and the text without comments where it is JSON then."""
     plain = _without_comments(text)
     if not plain.strip():
         raise UserError(f"{source}: is empty; expected a ds_config.json")
+    is_json = True
     try:
         value = json.loads(plain, object_pairs_hook=_unique)
     except _Duplicate as error:
         raise UserError(f"{source}: {error}{_two_lines(plain, error.key)}") from None
     except json.JSONDecodeError as error:
-        value = _parse_hjson(text, source, error)
+        value, is_json = _parse_hjson(text, source, error), False
     except RecursionError:
         raise UserError(f"{source}: nested too deeply; expected a ds_config.json") from None
     except ValueError:  # CPython refuses integers of more than 4300 digits
         raise UserError(f"{source}: holds a number of thousands of digits; expected a ds_config.json") from None
     if not isinstance(value, dict):
         raise UserError(f"{source}: expected a mapping ({{...}}), got {_kind(value)}")
-    return dict(value)
+    return dict(value), plain if is_json else None
 
 
 def _parse_hjson(text: str, source: str, error: json.JSONDecodeError) -> Any:
