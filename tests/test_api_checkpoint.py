@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 from datetime import timedelta
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from parity_api.models import MAKERS
 from parity_api.runs import Case, ds_config, masters, train
-from parity_api.small import message_of
+from parity_api.small import message_of, warnings_of
 from ranks.pool import run_on_fresh_ranks, run_on_ranks
 from torch import nn
 
@@ -93,6 +92,10 @@ def same_bits(a: Tensors, b: Tensors) -> bool:
 CASES = {
     "offloaded": (Case("branches", 3, "cpu", "bf16", 4), {}),
     "float16": (Case("branches", 2, "none", "fp16", 1), {}),
+    "bfloat16 moments": (
+        Case("branches", 3, "cpu", "bf16", 1),
+        {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
+    ),
     "momentum": (Case("branches", 3, "none", "bf16", 1), {"optimizer": SGD}),
 }
 
@@ -153,20 +156,6 @@ def odd_uses_job(folder: Path) -> dict[str, Any]:
         "moments": all(torch.equal(before[n], after[n]) for n in before if n.startswith("exp_avg")),
         "steps": steps,
     }
-
-
-def warnings_of(action: Any) -> list[str]:
-    """What the package logs meanwhile."""
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("heavylift")
-    logger.addHandler(handler)
-    try:
-        action()
-    finally:
-        logger.removeHandler(handler)
-    return told
 
 
 def test_tags_weights_alone_and_what_is_refused(tmp_path: Path) -> None:

@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from parity_api.models import make_branches
 from parity_api.runs import Case, ds_config, masters, train
+from parity_api.small import warnings_of
 from ranks.pool import run_on_ranks
 from torch import nn
 
 import heavylift
+from heavylift.api import parameters as utils
+from heavylift.config.schema import StateFormat
 from heavylift.errors import UserError
 from heavylift.offload.optimizer import TieredAdamW
 
@@ -233,3 +236,42 @@ def test_what_cannot_be_done_as_asked_is_said_in_one_line() -> None:
     for name, part in expected.items():
         assert part in messages[name], f"{name}: {messages[name]}"
         assert "\n" not in messages[name]
+
+
+def moments_in_bfloat16_job() -> tuple[dict[str, Any], str]:
+    """`bf16_optimizer_states`: what AdamW and SGD make of it."""
+    config = ds_config(Case("branches", 2, "cpu", "bf16"), dist.get_world_size())
+    config["bf16"]["bf16_optimizer_states"] = True
+    engine, optimizer, *_ = heavylift.initialize(model=make_branches(), config=config)
+    assert isinstance(optimizer, TieredAdamW)
+    train(engine, "branches", "bf16", 1)
+    weight = engine.module.left.weight
+    moment = utils.safe_get_full_optimizer_state(weight, "exp_avg_sq")
+    utils.safe_set_full_optimizer_state(weight, torch.full_like(moment, 1 / 3), "exp_avg")
+    result = {
+        "format": optimizer.options.state_format,
+        "master": utils.safe_get_full_fp32_param(weight),
+        "moment": moment,
+        "set": utils.safe_get_full_optimizer_state(weight, "exp_avg").unique().tolist(),
+    }
+    engine.destroy()
+    del config["zero_optimization"]["offload_optimizer"]
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    told = warnings_of(lambda: heavylift.initialize(model=make_branches(), config=config)[0].destroy())
+    return result, " | ".join(told)
+
+
+def test_moments_in_bfloat16_as_the_configuration_asks() -> None:
+    (result, told), (_, silent) = run_on_ranks(2, moments_in_bfloat16_job)
+    assert result["format"] is StateFormat.BF16
+    assert result["moment"].any() and torch.equal(result["moment"], result["moment"].bfloat16().float())
+    assert not torch.equal(result["master"], result["master"].bfloat16().float()), "the master is float32"
+    assert result["set"] == [torch.tensor(1 / 3).bfloat16().item()]
+    assert told == "bf16.bf16_optimizer_states: no effect with SGD: only AdamW has it" and silent == ""
+
+
+def test_an_unknown_keyword_is_pythons_own_error() -> None:
+    """As in DeepSpeed and in every other call, before anything happens."""
+    with pytest.raises(TypeError, match="initialize\\(\\) got an unexpected keyword argument 'params'$"):
+        heavylift.initialize(model=make_branches(), params={})
+    assert not dist.is_initialized()

@@ -185,7 +185,10 @@ def test_their_states_are_made_late_and_go_into_a_state_dict() -> None:
             lambda p: optimizers.FusedAdam(p, bias_correction=False, adam_w_mode=False, weight_decay=0.1).step(),
             "bias_correction=False is there with decoupled weight decay only",
         ),
-        (lambda p: optimizers.DeepSpeedCPUAdam(p, fp32_optimizer_states=False), "states are float32 always"),
+        (
+            lambda p: optimizers.DeepSpeedCPUAdam(p, fp32_optimizer_states=False),
+            "fp32_optimizer_states=False is not there",
+        ),
         (lambda p: optimizers.FusedAdam(p, lr=-1), "lr should be a number from 0 on, got -1"),
         (optimizers.DeepSpeedCPULion, "DeepSpeedCPULion is not supported; use FusedAdam"),
         (optimizers.DeepSpeedCPUAdagrad, "use torch.optim.Adagrad without offload"),

@@ -15,6 +15,8 @@ from ds_configs import FOLDER, all_config_files, write_config
 from typer.testing import CliRunner
 
 from heavylift.cli.main import app
+from heavylift.config.deepspeed.convert import _MONITOR_OPTIONS
+from heavylift.config.deepspeed.schema import DeepSpeedConfig
 from heavylift.config.recipe import load_recipe
 
 SUPEROFFLOAD = FOLDER / "superoffload_llama_70b.json"
@@ -84,7 +86,7 @@ def test_the_plan_is_that_of_a_run(tiny_llama_dir: Path) -> None:
     from heavylift.config.deepspeed.parse import load_settings
 
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.0}}
-    base = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}}
+    base: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}}
     plans = {}
     for world_size in (1, 4):
         settings = load_settings(base | {"zero_optimization": zero}, world_size)
@@ -93,7 +95,10 @@ def test_the_plan_is_that_of_a_run(tiny_llama_dir: Path) -> None:
     assert plans[1].param_bytes == 2 * num_params
     assert 0 <= 4 * plans[4].param_bytes - plans[1].param_bytes < 0.1 * plans[1].param_bytes
     assert plans[1].host_state_bytes >= 12 * num_params and plans[1].device_state_bytes == 0
-    settings = load_settings(base, 1)
+    base["bf16"]["bf16_optimizer_states"] = True
+    rounded, _ = plan_for(load_settings(base | {"zero_optimization": zero}, 1), tiny_llama_dir, 1, None)
+    assert rounded.host_state_bytes == pytest.approx(plans[1].host_state_bytes * 8 / 12, rel=0.01)
+    settings = load_settings(base | {"bf16": {"enabled": True}}, 1)
     whole, _ = plan_for(settings, tiny_llama_dir, 1, None)
     assert whole.device_state_bytes == 12 * num_params and whole.host_state_bytes == 0
     with_activations, _ = plan_for(settings, tiny_llama_dir, 1, 64)
@@ -116,7 +121,7 @@ def test_convert_writes_a_recipe_once(tmp_path: Path) -> None:
     assert done.rc == 0 and f"heavylift train {out}" in done.stdout
     recipe = load_recipe(out)
     assert recipe.model.model_name_or_path == "some/model" and recipe.data.files == ("d.jsonl",)
-    assert recipe.engine.ratio == 0.9 and recipe.launch.nproc == 4
+    assert recipe.engine.ratio == 0.9 and recipe.launch.nproc == 4 and recipe.engine.state_format == "fp32"
     assert recipe.train.output_dir == "runs/superoffload_llama_70b"
     before = out.read_text()
     again = run(*arguments)
@@ -144,8 +149,46 @@ def test_convert_to_the_screen(tmp_path: Path) -> None:
     assert recipe.train.gradient_checkpointing is True and recipe.train.report_to == ("tensorboard",)
     assert recipe.train.adam_epsilon == 1e-8 and recipe.train.learning_rate == 0.01
     said = [line for line in done.stdout.splitlines() if line.startswith("# - ")]
-    for start in ("fp16", "scheduler.type", "optimizer.params.eps", "tensorboard", "activation_checkpointing.number"):
+    for start in ("fp16", "scheduler.type", "optimizer.params.eps", "activation_checkpointing.number"):
         assert any(line.startswith(f"# - {start}") for line in said), (start, said)
+
+
+def test_convert_takes_monitors_and_the_moments_dtype_over(tmp_path: Path) -> None:
+    blocks: dict[str, dict[str, Any]] = {
+        "tensorboard": {"output_path": "curves", "job_name": "try"},
+        "csv_monitor": {},
+        "wandb": {"project": "boats", "group": None, "team": "us"},
+        "comet": {"experiment_name": "lamp", "samples_log_interval": 5, "api_key": "secret"},
+    }
+    bf16 = {"enabled": True, "bf16_optimizer_states": True}
+    config = {
+        "train_batch_size": 1,
+        "bf16": bf16,
+        **{name: {"enabled": True, **block} for name, block in blocks.items()},
+    }
+    done = run("convert", write_config(tmp_path, config), "--model", "m", "--dataset", "d")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(done.stdout)
+    train = load_recipe(path).train
+    assert load_recipe(path).engine.state_format == "bf16"
+    assert train.report_to == ("tensorboard", "csv", "wandb", "comet") and train.run_name == "lamp"
+    assert "secret" not in done.stdout and "job_name" in done.stdout
+    said = {line.split(": ")[0].removeprefix("# - ") for line in done.stdout.splitlines() if line.startswith("# - ")}
+    assert said == {
+        *(f"tensorboard.{name}" for name in ("output_path", "job_name")),
+        *(f"wandb.{name}" for name in ("project", "team")),
+        *(f"comet.{name}" for name in ("samples_log_interval", "api_key")),
+    }
+
+
+def test_every_option_of_a_monitor_has_a_place_in_a_recipe_or_a_remark() -> None:
+    options = {
+        f"{name}.{option}"
+        for name in ("tensorboard", "csv_monitor", "wandb", "comet")
+        for option in DeepSpeedConfig.model_fields[name].annotation.model_fields
+    }
+    taken = {f"{name}.enabled" for name in ("tensorboard", "csv_monitor", "wandb", "comet")}
+    assert options == set(_MONITOR_OPTIONS) | taken | {"comet.experiment_name"}
 
 
 def test_convert_of_a_bad_file_writes_nothing(tmp_path: Path) -> None:

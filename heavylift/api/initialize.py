@@ -23,7 +23,7 @@ from heavylift.api.prepare import TORCH_DTYPES, PreparedModel, check_model, prep
 from heavylift.api.torch_step import TorchStep
 from heavylift.config.deepspeed.settings import Settings
 from heavylift.config.deepspeed.sources import read_source
-from heavylift.config.schema import Schedule, Tier
+from heavylift.config.schema import Schedule, StateFormat, Tier
 from heavylift.config.words import shown
 from heavylift.errors import UserError
 from heavylift.launch.binding import bind_unless_bound
@@ -166,6 +166,8 @@ def build_optimizer(
             assert choice.make is not None
             inner = choice.make(choice.param_groups)
         step = TorchStep(inner, settings.gradient_clipping)
+        if settings.state_format is not StateFormat.FP32 and ranks.rank == 0:
+            logger.warning("bf16.bf16_optimizer_states: no effect with %s: only AdamW has it", type(inner).__name__)
         params = dict(prepared.sharded.module.named_parameters())
         for name, values in prepared.take_masters():
             step.write_master(params[name], values)
@@ -203,6 +205,7 @@ def tiered_options(settings: Settings, ranks: Ranks) -> TieredOptions:
         max_grad_norm=settings.gradient_clipping,
         num_threads=num_threads,
         cpu_ids=tuple(cores[:num_threads]) or None,
+        state_format=settings.state_format,
     )
 
 

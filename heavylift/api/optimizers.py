@@ -120,7 +120,10 @@ class DeepSpeedCPUAdam(_Adam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if not fp32_optimizer_states:
-            raise UserError("DeepSpeedCPUAdam: states are float32 always; leave fp32_optimizer_states out")
+            raise UserError(
+                "DeepSpeedCPUAdam: fp32_optimizer_states=False is not there; leave it out, and for moments in bfloat16 "
+                "set bf16.bf16_optimizer_states in the configuration"
+            )
         super().__init__(model_params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode)
 
 

@@ -84,6 +84,7 @@ def _options(settings: Settings) -> TieredOptions:
         schedule=settings.offload.schedule,
         accumulate=settings.batch.accumulation > 1,
         max_grad_norm=settings.gradient_clipping,
+        state_format=settings.state_format,
     )
 
 

@@ -1,7 +1,8 @@
-"""Rows for the custom module, and what a call refuses."""
+"""Rows for the custom module, what a call refuses, and what it warns of."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -16,6 +17,20 @@ def message_of(action: Any) -> str:
     with pytest.raises(UserError) as raised:
         action()
     return str(raised.value)
+
+
+def warnings_of(action: Any) -> list[str]:
+    """What the package logs meanwhile."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("heavylift")
+    logger.addHandler(handler)
+    try:
+        action()
+    finally:
+        logger.removeHandler(handler)
+    return told
 
 
 def rows(num: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

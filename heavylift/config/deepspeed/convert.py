@@ -13,7 +13,7 @@ from heavylift.config.deepspeed.reading import Reading
 from heavylift.config.deepspeed.settings import Precision, Settings
 from heavylift.config.deepspeed.training import DECAY_MAX_LR
 from heavylift.config.recipe import dump_yaml
-from heavylift.config.schema import Tier
+from heavylift.config.schema import StateFormat, Tier
 
 
 @dataclass
@@ -44,6 +44,7 @@ def convert(
     _scheduler(settings, reading, draft)
     _checkpointing(settings, draft)
     _engine(settings, draft)
+    _monitors(settings, reading, draft)
     _rest(settings, draft)
     if world_size is not None:
         draft.put("launch", nproc=world_size)
@@ -158,6 +159,8 @@ def _checkpointing(settings: Settings, draft: _Draft) -> None:
 
 def _engine(settings: Settings, draft: _Draft) -> None:
     draft.put("engine", zero_stage=settings.stage)
+    if settings.state_format is not StateFormat.FP32:
+        draft.put("engine", state_format=settings.state_format.value)
     if settings.offload.tier is Tier.HOST:
         draft.put("engine", offload_optimizer="host", ratio=settings.offload.ratio)
         if settings.offload.cores_perc != 1:
@@ -167,15 +170,43 @@ def _engine(settings: Settings, draft: _Draft) -> None:
             )
 
 
+_IN_RUN_FOLDER = "the curves go into the run folder, train.output_dir"
+_MONITOR_OPTIONS = {
+    "tensorboard.output_path": _IN_RUN_FOLDER,
+    "tensorboard.job_name": _IN_RUN_FOLDER,
+    "csv_monitor.output_path": _IN_RUN_FOLDER,
+    "csv_monitor.job_name": _IN_RUN_FOLDER,
+    "wandb.project": "set the variable WANDB_PROJECT",
+    "wandb.team": "set the variable WANDB_ENTITY",
+    "wandb.group": "set the variable WANDB_RUN_GROUP",
+    "comet.project": "set the variable COMET_PROJECT_NAME",
+    "comet.workspace": "set the variable COMET_WORKSPACE",
+    "comet.api_key": "set the variable COMET_API_KEY",
+    "comet.experiment_key": "set the variable COMET_EXPERIMENT_KEY",
+    "comet.samples_log_interval": "every step is a point",
+    "comet.online": "Comet's own configuration says whether it sends",
+    "comet.mode": "an experiment is always created",
+}
+"""Options of monitors without a key in a recipe, and what does instead."""
+
+
+def _monitors(settings: Settings, reading: Reading, draft: _Draft) -> None:
+    if not settings.monitors:
+        return
+    draft.put("train", report_to=[monitor.kind for monitor in settings.monitors])
+    for monitor in settings.monitors:
+        block = "csv_monitor" if monitor.kind == "csv" else monitor.kind
+        given = [name for name, value in monitor.options.items() if f"{block}.{name}" in reading.given and value]
+        if "experiment_name" in given:
+            draft.put("train", run_name=monitor.options["experiment_name"])
+        draft.remarks += [
+            f"{block}.{name}: {_MONITOR_OPTIONS[f'{block}.{name}']}" for name in given if name != "experiment_name"
+        ]
+
+
 def _rest(settings: Settings, draft: _Draft) -> None:
     if settings.steps_per_print is not None:
         draft.put("train", logging_steps=settings.steps_per_print)
-    if settings.monitors:
-        draft.put("train", report_to=[monitor.kind for monitor in settings.monitors])
-        draft.remarks += [
-            f"{monitor.kind}: its options ({', '.join(monitor.options)}); see train.run_name"
-            for monitor in settings.monitors
-        ]
     for is_given, key, instead in (
         (settings.wall_clock_breakdown, "wall_clock_breakdown", "metrics.jsonl says where each step's time went"),
         (settings.memory_breakdown, "memory_breakdown", "the start and metrics.jsonl say what memory was used"),

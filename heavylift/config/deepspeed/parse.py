@@ -40,7 +40,7 @@ from heavylift.config.deepspeed.settings import (
 )
 from heavylift.config.deepspeed.sources import read_source
 from heavylift.config.deepspeed.training import DECAY_MAX_LR, OURS, AdamParams
-from heavylift.config.schema import Schedule, Tier
+from heavylift.config.schema import Schedule, StateFormat, Tier
 from heavylift.errors import UserError
 
 
@@ -139,6 +139,7 @@ def _resolve(reading: Reading, sizes: BatchSizes, batch_notes: list[str]) -> Set
         optimizer=_optimizer(reading),
         scheduler=_scheduler(reading),
         offload=_offload(reading, is_scaled),
+        state_format=_state_format(config.bf16),
         gradient_clipping=config.gradient_clipping,
         managed_accumulation=config.managed_gradient_accumulation,
         dataloader_drop_last=config.dataloader_drop_last,
@@ -207,6 +208,10 @@ def _offload(reading: Reading, is_scaled: bool) -> OffloadSettings:
         schedule=Schedule.DEFERRED if is_scaled else Schedule.AUTO,
         cores_perc=block.cpuadam_cores_perc,
     )
+
+
+def _state_format(bf16: Any) -> StateFormat:
+    return StateFormat.BF16 if bf16.enabled and bf16.bf16_optimizer_states else StateFormat.FP32
 
 
 def _checkpointing(block: Any) -> CheckpointingSettings:

@@ -1,4 +1,4 @@
-"""The precision blocks: fp16, bf16, torch_autocast, amp, data_types. Masters and moments are float32 in all of them."""
+"""The precision blocks: fp16, bf16, torch_autocast, amp, data_types. Masters are float32 in all of them."""
 
 from __future__ import annotations
 
@@ -54,8 +54,16 @@ class Bf16(Block):
     immediate_grad_update: Annotated[
         Switch, no_effect("gradients are taken as they arrive anyway", agrees=(True, False))
     ] = False
-    bf16_master_weights_and_grads: Annotated[Switch, no_effect(_EXACT_STATES, agrees=(False,))] = False
-    bf16_optimizer_states: Annotated[Switch, no_effect(_EXACT_STATES, agrees=(False,))] = False
+    bf16_master_weights_and_grads: Annotated[
+        Switch, no_effect("masters and gradients' sums are float32: more exact, 4 bytes each", agrees=(False,))
+    ] = False
+    bf16_optimizer_states: Annotated[
+        Switch,
+        done(
+            "AdamW's moments are kept in bfloat16, rounded stochastically: 8 bytes per parameter with the float32 "
+            "master, where 12 are exact (state_formats.md)."
+        ),
+    ] = False
 
 
 class TorchAutocast(Block):

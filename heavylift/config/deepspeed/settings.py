@@ -10,11 +10,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from heavylift.config.schema import Schedule, Tier
+from heavylift.config.schema import Schedule, StateFormat, Tier
 
 
 class Precision(StrEnum):
-    """Dtype of parameters in forward and backward; masters and moments are float32 always."""
+    """Dtype of parameters in forward and backward; masters are float32 always."""
 
     FP32 = "float32"
     BF16 = "bfloat16"
@@ -144,6 +144,8 @@ class Settings:
     optimizer: OptimizerSettings | None = None
     scheduler: SchedulerSettings | None = None
     offload: OffloadSettings = OffloadSettings()
+    state_format: StateFormat = StateFormat.FP32
+    """How AdamW's master and moments are stored, on whatever tier."""
     gradient_clipping: float = 1.0
     """Global norm; 0: no clipping."""
     managed_accumulation: bool = True
