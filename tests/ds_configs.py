@@ -69,3 +69,10 @@ def write_config(folder: Path, config: Any, name: str = "ds_config.json") -> Pat
     path = folder / name
     path.write_text(json.dumps(config), encoding="utf-8")
     return path
+
+
+def keys_of_note(note: str) -> list[str]:
+    """The keys that a note is about: `block.{key, key}: text`, `key, key: text`, `key: text`."""
+    head = note.partition(": ")[0]
+    block, brace, names = head.partition(".{")
+    return [f"{block}.{name}" for name in names.removesuffix("}").split(", ")] if brace else head.split(", ")

@@ -129,6 +129,21 @@ def test_what_is_possible_and_without_effect_is_a_note(config: dict[str, Any], n
     assert len(notes) == 1 and notes[0].startswith(note), notes
 
 
+def test_keys_with_the_same_reason_share_a_note() -> None:
+    block = {"device": "cpu", "pin_memory": True, "buffer_count": 2, "max_in_cpu": 1e8, "nvme_path": "/x"}
+    config = BASE | zero(3, offload_param=block, reduce_bucket_size=1, sub_group_size=1, allgather_bucket_size=2)
+    config |= {"prescale_gradients": True, "gradient_predivide_factor": 2.0}
+    notes = load_settings(config, 1).notes
+    assert [note.split(": no effect: ")[0] for note in notes] == [
+        "zero_optimization.offload_param.device",
+        "zero_optimization.offload_param.{pin_memory, buffer_count, max_in_cpu}",
+        "zero_optimization.offload_param.nvme_path",
+        "zero_optimization.{reduce_bucket_size, allgather_bucket_size}",
+        "zero_optimization.sub_group_size",
+        "prescale_gradients, gradient_predivide_factor",
+    ]
+
+
 def test_combinations_that_are_fine() -> None:
     both = load_settings(BASE | {"bf16": ON, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, 1)
     assert both.precision is Precision.BF16 and both.autocast is not None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from ds_configs import keys_of_note
 
 from heavylift.config.deepspeed.keys import Block, Status, block_of, canonical_names, key_of
 from heavylift.config.deepspeed.parse import interpret, load_settings
@@ -124,7 +125,7 @@ def test_a_key_without_effect_is_said_once(path: Path, field: Any) -> None:
     assert telling or key_of(field).agrees_with(True) and key_of(field).agrees_with(False)
     for value in telling:
         notes = load_settings(_on(path, value), 1).notes
-        mine = [note for note in notes if note.startswith(f"{written(path)}: ")]
+        mine = [note for note in notes if written(path) in keys_of_note(note)]
         assert len(mine) == 1 and "no effect: " in mine[0], notes
 
 
@@ -209,7 +210,6 @@ def test_old_shapes() -> None:
     assert old.offload.tier is Tier.HOST
     assert [note.split(":")[0] for note in old.notes] == [
         "zero_optimization.cpu_offload",
-        "zero_optimization.cpu_offload_params",
         "zero_optimization.cpu_offload_params",
     ]
 

@@ -18,11 +18,11 @@ from heavylift.config.deepspeed.checks import (
     find_conflicts,
     optimizer_device,
     optimizer_name,
-    param_device,
     place_of,
     precision_of,
     scheduler_name,
 )
+from heavylift.config.deepspeed.notes import combined_notes, folded
 from heavylift.config.deepspeed.places import key_lines, line_of
 from heavylift.config.deepspeed.reading import Reading, read_config
 from heavylift.config.deepspeed.settings import (
@@ -39,7 +39,7 @@ from heavylift.config.deepspeed.settings import (
     Settings,
 )
 from heavylift.config.deepspeed.sources import read_source
-from heavylift.config.deepspeed.training import DECAY_MAX_LR, OURS, AdamParams
+from heavylift.config.deepspeed.training import AdamParams
 from heavylift.config.schema import Schedule, StateFormat, Tier
 from heavylift.errors import UserError
 
@@ -153,7 +153,7 @@ def _resolve(reading: Reading, sizes: BatchSizes, batch_notes: list[str]) -> Set
         flops_profiler=_flops_profiler(config.flops_profiler),
         gather_16bit_weights_on_save=config.zero_optimization.gather_16bit_weights_on_model_save,
         buffer_dtype=PRECISIONS[buffer_dtype] if buffer_dtype is not None else None,
-        notes=(*reading.notes, *batch_notes, *_notes(reading)),
+        notes=folded([*reading.notes, *batch_notes, *combined_notes(reading)]),
     )
 
 
@@ -235,38 +235,3 @@ def _flops_profiler(block: Any) -> FlopsProfilerSettings:
     values = block.model_dump()
     output_file = values.pop("output_file")
     return FlopsProfilerSettings(**values, output_file=Path(output_file) if output_file else None)
-
-
-def _notes(reading: Reading) -> list[str]:
-    """Notes that need more than one key."""
-    config, given = reading.config, reading.given
-    notes = []
-    if config.zero_optimization.cpu_offload:
-        notes.append("zero_optimization.cpu_offload: old form, read as offload_optimizer: {device: cpu}")
-    if config.zero_optimization.cpu_offload_params:
-        notes.append("zero_optimization.cpu_offload_params: old form, read as offload_param: {device: cpu}")
-    if param_device(reading) == "cpu" and config.zero_optimization.cpu_offload_params:
-        notes.append("zero_optimization.cpu_offload_params: no effect: parameters stay sharded on the device")
-    if config.fp16.enabled and config.fp16.loss_scale:
-        dynamic = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
-        notes += [
-            f"fp16.{key}: no effect: fp16.loss_scale {config.fp16.loss_scale:g} is a fixed factor"
-            for key in dynamic
-            if f"fp16.{key}" in given
-        ]
-    pin = "zero_optimization.offload_optimizer.pin_memory"
-    if (
-        pin in given
-        and optimizer_device(reading) == "cpu"
-        and not config.zero_optimization.offload_optimizer.pin_memory
-    ):
-        notes.append(f"{pin}: no effect: staging buffers are page-locked, exactly as large as needed")
-    high = "scheduler.params.warmup_max_lr"
-    if config.scheduler.type and scheduler_name(config.scheduler.type) == "WarmupDecayLR" and high not in given:
-        if high not in reading.open_autos:
-            notes.append(f"{high}: not given: {DECAY_MAX_LR:g}, as in DeepSpeed, whatever optimizer.params.lr is")
-    params = reading.params.get("optimizer")
-    if isinstance(params, AdamParams) and not params.adam_w_mode:
-        if optimizer_name(config.optimizer.type) == OURS["adamw"]:
-            notes.append("optimizer.params.adam_w_mode: no effect: AdamW's decay is decoupled")
-    return notes
