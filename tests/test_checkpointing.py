@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from parity.cases import FREEZE
+from ranks.llamas import llama_config
 from ranks.models import VOCAB, save_odd_llama
 from ranks.plain import Trajectory, make_steps
 from ranks.pool import run_on_ranks
@@ -59,18 +60,10 @@ def apply(model: nn.Module, how: How, slot_bytes: int = IDS.numel() * HIDDEN * 4
 
 
 def tiny_llama(attention: str = "sdpa") -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=HIDDEN,
-        intermediate_size=40,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation=attention,
-        attention_dropout=0.1 if attention == "eager" else 0.0,
-    )
+    dropout = 0.1 if attention == "eager" else 0.0
+    config = llama_config(50, HIDDEN, 40, NUM_LAYERS, 4, 2, attn_implementation=attention, attention_dropout=dropout)
     torch.manual_seed(0)
     return LlamaForCausalLM(config).train()
 

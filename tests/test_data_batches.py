@@ -6,7 +6,8 @@ import torch
 from data_helpers import chat, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from ranks.llamas import llama_config
+from transformers import LlamaForCausalLM
 
 from heavylift.data.batches import IGNORE, Batch, BatchPlan, evaluation_plan
 from heavylift.data.chat import render
@@ -162,16 +163,7 @@ def test_evaluation_is_one_pass_in_file_order_whatever_the_processes():
 def test_loss_and_gradient_do_not_see_the_padding(attention):
     """The claim of `Batch`: right padding needs no mask. Summed loss of padded batches == sum of single samples."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        attn_implementation=attention,
-    )
-    model = LlamaForCausalLM(config).double()
+    model = LlamaForCausalLM(llama_config(64, 16, 32, 2, 2, 1, attn_implementation=attention)).double()
     samples = numbered(6, vocab_size=64)
 
     def summed_loss(batches: list[Batch]) -> tuple[float, torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks.llamas import llama_config, save_llama_config
 from ranks.memory import Growth, measure
 from ranks.models import VOCAB, save_odd_llama
 from ranks.plain import make_steps
@@ -126,8 +127,6 @@ def test_reopening_a_tied_export_is_tied(folders: dict[bool, Path], tmp_path: Pa
 
 # ---- memory -------------------------------------------------------------------------------------------------------
 
-LARGE = dict(hidden_size=1024, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=2)
-
 
 def large_job(config_folder: Path, out: Path) -> dict[str, Any]:
     """Growth of this rank's memory while a random model is written, and while it is read again."""
@@ -157,12 +156,8 @@ def large_job(config_folder: Path, out: Path) -> dict[str, Any]:
 
 def test_no_rank_ever_holds_a_whole_file(tmp_path: Path) -> None:
     """About 70 million float32 parameters in one file, on 4 ranks."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(vocab_size=8000, num_hidden_layers=10, tie_word_embeddings=False, **LARGE)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(tmp_path / "config")
-    results = run_on_fresh_ranks(4, large_job, tmp_path / "config", tmp_path / "model")
+    config = save_llama_config(tmp_path / "config", llama_config(8000, 1024, 1024, 10, 8, 2))
+    results = run_on_fresh_ranks(4, large_job, config, tmp_path / "model")
     (file,) = (tmp_path / "model").glob("*.safetensors")
     file_bytes, largest_bytes = file.stat().st_size, 8000 * 1024 * 4
     assert file_bytes > 280e6

@@ -6,29 +6,23 @@ For who else wants to know (`heavylift.train.bench`), rank 0 keeps what it repor
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from rich import print as rich_print
 
 from heavylift.checkpoint.huggingface import save_model
 from heavylift.config.recipe import dump_recipe
 from heavylift.config.schema import Tier
-from heavylift.data.batches import Batch
 from heavylift.data.report import report_lines
-from heavylift.engine import StepResult
 from heavylift.monitor.master import MonitorMaster
-from heavylift.train.flops import ModelShape, examples_flops, model_flops
+from heavylift.train.flops import ModelShape
 from heavylift.train.metrics import (
     EvalMetrics,
     MetricsWriter,
     StepMetrics,
     eval_line,
-    memory_now,
     read_metrics,
     step_line,
 )
@@ -37,6 +31,7 @@ from heavylift.train.plot import plot_loss
 from heavylift.train.progress import Progress, RunSummary, banner, end_summary
 from heavylift.train.schedules import build_scheduler
 from heavylift.train.setup import Run
+from heavylift.train.step_metrics import StepMeasure
 from heavylift.train.trace import Tracer
 from heavylift.train.waits import StepWaits, WaitWatch, mean_over_ranks, waits_text
 
@@ -123,6 +118,8 @@ def _steps(run: Run, reporter: Reporter | None) -> None:
         tracer = Tracer(run.recipe.output_dir / "trace.json", num_steps, optimizer.worker_thread)
     scheduler = build_scheduler(engine.optimizer, num_steps, run.recipe.train)
     shape = ModelShape.from_config(run.hf_config.to_dict(), run.num_params)
+    recomputes = run.recipe.train.recomputes_everything
+    measure = StepMeasure(plan, shape, run.num_params, recomputes, run.ranks.device)
     _evaluate(run, 0, reporter)
     if reporter is not None:
         reporter.history.first_step_unix_s = time.time()
@@ -142,47 +139,12 @@ def _steps(run: Run, reporter: Reporter | None) -> None:
         if _has_host_tier(run):
             mine = watch.step(step + 1, optimizer.last_schedule, ranges, optimizer.take_device_gate_s())
             waits = mean_over_ranks(mine, run.ranks.device)
-        memory = _memory_over_ranks(run)
+        metrics = measure.of_step(step, batches, result.loss, result.grad_norm, lr, step_s)
         if reporter is not None:
-            metrics = _metrics(run, shape, step, batches, result, lr, step_s, memory)
             reporter.step(metrics, waits, step == num_steps - 1)
         every = run.recipe.train.eval_steps
         if step == num_steps - 1 or (every is not None and (step + 1) % every == 0):
             _evaluate(run, step + 1, reporter)
-
-
-def _metrics(
-    run: Run,
-    shape: ModelShape,
-    step: int,
-    batches: Sequence[Batch],
-    result: StepResult,
-    lr: float,
-    step_s: float,
-    memory: tuple[float, float],
-) -> StepMetrics:
-    plan = run.data.train
-    recompute = run.recipe.train.recomputes_everything
-    counted = sum(
-        examples_flops(
-            run.num_params, shape.num_layers, shape.hidden, b.input_ids.shape[1], b.input_ids.shape[0], recompute
-        )
-        for b in batches
-    )
-    needed = model_flops(shape, plan.samples.lengths[plan.sample_ids(step)].tolist()) / run.ranks.world_size
-    return StepMetrics(
-        step=step + 1,
-        loss=result.loss,
-        grad_norm=result.grad_norm,
-        lr=lr,
-        step_s=step_s,
-        tokens=plan.num_tokens(step),
-        tokens_per_s=plan.num_tokens(step) / step_s,
-        tflops=counted / step_s / 1e12,
-        model_tflops=needed / step_s / 1e12,
-        mem_device_gib=memory[0],
-        mem_host_gib=memory[1],
-    )
 
 
 def _evaluate(run: Run, step: int, reporter: Reporter | None) -> None:
@@ -194,16 +156,6 @@ def _evaluate(run: Run, step: int, reporter: Reporter | None) -> None:
     loss = run.engine.evaluate(batches, num_trained)
     if reporter is not None:
         reporter.evaluation(EvalMetrics(step, loss))
-
-
-def _memory_over_ranks(run: Run) -> tuple[float, float]:
-    """(device GiB of the process that has most, host GiB of all processes)."""
-    device_gib, host_gib = memory_now()
-    largest = torch.tensor(device_gib, device=run.ranks.device)
-    total = torch.tensor(host_gib, device=run.ranks.device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    dist.all_reduce(total)
-    return float(largest), float(total)
 
 
 def _summary(run: Run) -> RunSummary:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from ranks.llamas import llama_config
 from torch import nn
 
 ROWS = 16
@@ -48,22 +49,11 @@ def make_branches() -> nn.Module:
 
 def make_llama() -> nn.Module:
     """Uneven sizes, grouped queries, tied embeddings."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(4)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=18,
-        head_dim=6,
-        intermediate_size=21,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-        use_cache=False,
-    )
+    more = {"head_dim": 6, "max_position_embeddings": 32, "initializer_range": 0.2, "use_cache": False}
+    config = llama_config(VOCAB, 18, 21, 2, 3, 1, tied=True, **more)
     return LlamaForCausalLM(config)
 
 

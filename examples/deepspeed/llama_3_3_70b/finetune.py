@@ -99,7 +99,9 @@ def set_seed(seed: int, deterministic: bool) -> None:
 
 def read_settings(args: argparse.Namespace, world_size: int) -> Settings:
     """The ds_config, with what the switches change in it."""
-    config, _ = read_source(args.deepspeed_config)
+    if args.batch_size is None and not args.leaf_module:
+        return load_settings(args.deepspeed_config, world_size)  # a problem is then told with its line
+    config = read_source(args.deepspeed_config).values
     if args.batch_size is not None:
         config = {key: value for key, value in config.items() if key != "train_batch_size"}
         config["train_micro_batch_size_per_gpu"] = args.batch_size

@@ -15,9 +15,10 @@ from transformers import PretrainedConfig
 
 from heavylift.config.schema import Recipe
 from heavylift.data.batches import Batch, BatchPlan
-from heavylift.train.flops import ModelShape, examples_flops, model_flops
-from heavylift.train.metrics import MetricsWriter, StepMetrics, memory_now, step_line
+from heavylift.train.flops import ModelShape
+from heavylift.train.metrics import MetricsWriter, StepMetrics, step_line
 from heavylift.train.monitors import metrics_events, open_monitors
+from heavylift.train.step_metrics import StepMeasure
 
 
 def wait_for_device() -> None:
@@ -32,11 +33,8 @@ class StepReport:
     def __init__(
         self, recipe: Recipe, plan: BatchPlan, hf_config: PretrainedConfig, num_params: int, device: torch.device
     ) -> None:
-        self._recipe = recipe
-        self._plan = plan
-        self._shape = ModelShape.from_config(hf_config.to_dict(), num_params)
-        self._num_params = num_params
-        self._device = device
+        shape = ModelShape.from_config(hf_config.to_dict(), num_params)
+        self._measure = StepMeasure(plan, shape, num_params, recipe.train.recomputes_everything, device)
         self.steps: list[StepMetrics] = []
         if dist.get_rank() == 0:
             folder = Path(recipe.train.output_dir)
@@ -50,42 +48,12 @@ class StepReport:
         self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float, lr: float, step_s: float
     ) -> StepMetrics:
         """One step is done. A collective. `step` counts from 0; `loss`: mean over the trained tokens of the step."""
-        plan, world_size = self._plan, dist.get_world_size()
-        recompute = self._recipe.train.recomputes_everything
-        counted = 0.0
-        for batch in batches:
-            rows, width = batch.input_ids.shape
-            counted += examples_flops(
-                self._num_params, self._shape.num_layers, self._shape.hidden, width, rows, recompute
-            )
-        needed = model_flops(self._shape, plan.samples.lengths[plan.sample_ids(step)].tolist()) / world_size
-        device_gib, host_gib = self._memory()
-        metrics = StepMetrics(
-            step=step + 1,
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            step_s=step_s,
-            tokens=plan.num_tokens(step),
-            tokens_per_s=plan.num_tokens(step) / step_s,
-            tflops=counted / step_s / 1e12,
-            model_tflops=needed / step_s / 1e12,
-            mem_device_gib=device_gib,
-            mem_host_gib=host_gib,
-        )
+        metrics = self._measure.of_step(step, batches, loss, grad_norm, lr, step_s)
         self.steps.append(metrics)
         if dist.get_rank() == 0:
             self._writer.write(metrics)
             self._monitors.write_events(metrics_events(metrics))
         return metrics
-
-    def _memory(self) -> tuple[float, float]:
-        """(device GiB of the rank that has most, host GiB of all ranks)."""
-        device_gib, host_gib = memory_now()
-        largest, total = (torch.tensor(value, device=self._device) for value in (device_gib, host_gib))
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        dist.all_reduce(total)
-        return float(largest), float(total)
 
     def summary(self, num_left_out: int) -> str:
         """Means over the steps but for the first `num_left_out`."""

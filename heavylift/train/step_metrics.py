@@ -1,0 +1,58 @@
+"""The record of a step, put together from what it was given and how long it took, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from heavylift.data.batches import Batch, BatchPlan
+from heavylift.train.flops import ModelShape, examples_flops, model_flops
+from heavylift.train.metrics import StepMetrics, memory_now
+
+
+@dataclass(frozen=True)
+class StepMeasure:
+    """What all steps of a run have in common."""
+
+    plan: BatchPlan
+    shape: ModelShape
+    num_params: int
+    recomputes: bool
+    """Whether every layer's forward runs again in backward."""
+    device: torch.device
+
+    def of_step(
+        self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float, lr: float, step_s: float
+    ) -> StepMetrics:
+        """A collective. `step` counts from 0; `batches`: this rank's; `loss`: mean over the step's trained tokens."""
+        counted = 0.0
+        for batch in batches:
+            rows, width = batch.input_ids.shape
+            counted += examples_flops(
+                self.num_params, self.shape.num_layers, self.shape.hidden, width, rows, self.recomputes
+            )
+        lengths = self.plan.samples.lengths[self.plan.sample_ids(step)].tolist()
+        device_gib, host_gib = self._memory()
+        return StepMetrics(
+            step=step + 1,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            step_s=step_s,
+            tokens=self.plan.num_tokens(step),
+            tokens_per_s=self.plan.num_tokens(step) / step_s,
+            tflops=counted / step_s / 1e12,
+            model_tflops=model_flops(self.shape, lengths) / dist.get_world_size() / step_s / 1e12,
+            mem_device_gib=device_gib,
+            mem_host_gib=host_gib,
+        )
+
+    def _memory(self) -> tuple[float, float]:
+        """(device GiB of the process that has most, host GiB of all processes)."""
+        largest, total = (torch.tensor(value, device=self.device) for value in memory_now())
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(total)
+        return float(largest), float(total)
