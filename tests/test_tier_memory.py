@@ -95,6 +95,8 @@ SETUPS = {
     "overlapped": Setup(schedule="deferred"),
     "split": Setup(dtype=torch.bfloat16, state_format="split"),
     "bf16_moments": Setup(state_format="bf16", ratio=0.6),
+    "int8": Setup(state_format="int8"),
+    "int8_accumulation_part": Setup(state_format="int8", dtype=torch.bfloat16, ratio=0.37, accumulation=2),
     "split_accumulation_part": Setup(dtype=torch.bfloat16, state_format="split", ratio=0.37, accumulation=2),
     "overlapped_bfloat16_part": Setup(schedule="auto", ratio=0.37, dtype=torch.bfloat16),
     "overlapped_accumulation": Setup(schedule="auto", accumulation=2),
@@ -105,7 +107,8 @@ SETUPS = {
 def test_allocation_is_the_plan_and_the_formula(name: str, small: Path) -> None:
     setup, world = SETUPS[name], 2
     share = 0.0 if setup.tier == "device" else setup.ratio
-    state_bytes = {"fp32": 12, "split": 10, "bf16": 8}[setup.state_format] + (4 if setup.accumulation > 1 else 0)
+    state_bytes = {"fp32": 12, "split": 10, "bf16": 8, "int8": 6 + 8 / 256}[setup.state_format]
+    state_bytes += 4 if setup.accumulation > 1 else 0
     param_bytes = setup.dtype.itemsize
     grad_bytes = 4 if setup.accumulation > 1 else param_bytes
     for rank in run_on_ranks(world, usage_job, small, setup):

@@ -6,7 +6,7 @@ host. Both are decided by the plan alone, before anything is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from heavylift.config.schema import Tier
 from heavylift.errors import UserError
 from heavylift.memory.activations import Recompute, Workload
 from heavylift.memory.machine import MachineMemory
-from heavylift.memory.plan import GIB, MemoryPlan, state_bytes_per_element
+from heavylift.memory.plan import GIB, MemoryPlan
 from heavylift.offload.optimizer import TieredOptions
 
 DEVICE_RESERVE_BYTES = GIB
@@ -82,24 +82,36 @@ def lowest_ratio(planner: Planner, setting: Setting, machine: MachineMemory) -> 
     options = replace(setting.options, tier=Tier.HOST, ratio=1.0)
     room = device_room(planner.plan(options, setting.work), machine)
     total = planner.shard_numel
-    on_device = min(total, max(0, room // state_bytes_per_element(options)))
-    return (total - on_device) / total if total else 0.0
+    if total == 0:
+        return 0.0
+
+    def takes(on_device: int) -> bool:
+        placed = replace(options, ratio=(total - on_device) / total)
+        return planner.plan(placed, None).device_state_bytes <= room
+
+    return (total - _most(total, takes)) / total
 
 
 def highest_ratio(planner: Planner, setting: Setting, machine: MachineMemory, local_world_size: int) -> float:
     """The largest share of the host that its memory takes, to the element; 0 where it takes none."""
-    low, high = 0, planner.shard_numel
+    total = planner.shard_numel
 
     def takes(on_host: int) -> bool:
-        options = replace(setting.options, tier=Tier.HOST, ratio=on_host / planner.shard_numel)
+        options = replace(setting.options, tier=Tier.HOST, ratio=on_host / total)
         return host_room(planner.plan(options, setting.work), machine, local_world_size) >= 0
 
-    if high == 0 or takes(high):
-        return 1.0
-    while high - low > 1:  # `low` is taken, `high` is not
+    return _most(total, takes) / total if total else 1.0
+
+
+def _most(total: int, takes: Callable[[int], bool]) -> int:
+    """The largest number up to `total` that `takes` takes; 0 where it takes none. Whoever takes one takes less."""
+    if takes(total):
+        return total
+    low, high = 0, total
+    while high - low > 1:  # `high` is not taken, and `low`, but for 0, is
         middle = (low + high) // 2
         low, high = (middle, high) if takes(middle) else (low, middle)
-    return low / planner.shard_numel
+    return low
 
 
 def choose_ratio(planner: Planner, setting: Setting, machine: MachineMemory, local_world_size: int) -> Choice:
@@ -112,7 +124,7 @@ def choose_ratio(planner: Planner, setting: Setting, machine: MachineMemory, loc
     plan = planner.plan(chosen, setting.work)
     device_gib, host_gib = machine.device_available_bytes / GIB, machine.host_available_bytes / GIB
     if lowest > highest or device_room(plan, machine) < 0:
-        state_gib = state_bytes_per_element(chosen) * planner.shard_numel / GIB
+        state_gib = planner.plan(replace(chosen, tier=Tier.DEVICE), None).device_state_bytes / GIB
         found = remedies(planner, setting, machine, local_world_size)
         raise UserError(
             f"engine.ratio: auto finds no place for the optimizer states ({local_world_size} x {state_gib:.1f} GiB): "

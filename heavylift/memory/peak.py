@@ -35,6 +35,8 @@ class GroupLoad:
     """Activations and their gradients at the peak of its backward, beside what was kept."""
     host_bytes: int = 0
     """Host memory for its input between forward and backward."""
+    segment_numels: tuple[int, ...] = ()
+    """`shard_numel` parameter by parameter; without them it is planned as one parameter."""
 
 
 @dataclass(frozen=True)

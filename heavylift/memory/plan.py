@@ -17,11 +17,10 @@ from heavylift.config.schema import Tier
 from heavylift.errors import UserError
 from heavylift.memory.machine import MachineMemory
 from heavylift.memory.peak import GroupLoad, find_peak
-from heavylift.offload.formats import state_bytes
 from heavylift.offload.optimizer import NUM_STAGING_SLOTS, TieredOptions
 from heavylift.offload.overlap import kept_gradient_bytes
 from heavylift.offload.staging import StagingRing
-from heavylift.offload.states import host_state_bytes
+from heavylift.offload.states import part_layout
 from heavylift.offload.tiers import place, whole_pages
 
 GIB = 2**30
@@ -99,9 +98,11 @@ def make_plan(
     `loads`: every gather group in forward order, the root first; `param_shards`: elements of all parameter shards of
     this process; `num_shards`: processes that a parameter is sharded over.
     """
-    numels = [load.shard_numel for load in loads if load.shard_numel > 0]
+    trained = [load for load in loads if load.shard_numel > 0]
+    numels = [load.shard_numel for load in trained]
     device_numels = place(numels, options.ratio, options.tier)
     host_numels = [n - d for n, d in zip(numels, device_numels, strict=True) if n > d]
+    device_state_bytes, host_state_bytes = _state_bytes(trained, device_numels, options)
     pinned_bytes = sum(load.host_bytes for load in loads)
     if host_numels:
         grad_dtype = options.staging_grad_dtype(dtype)
@@ -119,24 +120,28 @@ def make_plan(
     return MemoryPlan(
         param_bytes=param_shards * dtype.itemsize,
         grad_bytes=peak.grad_bytes,
-        device_state_bytes=state_bytes_per_element(options) * sum(device_numels),
+        device_state_bytes=device_state_bytes,
         gathered_bytes=peak.gathered_bytes,
-        host_state_bytes=_host_state_bytes(host_numels, options),
+        host_state_bytes=host_state_bytes,
         pinned_bytes=pinned_bytes,
         activation_bytes=peak.activation_bytes,
         moment=peak.moment,
     )
 
 
-def _host_state_bytes(host_numels: Sequence[int], options: TieredOptions) -> int:
-    if not host_numels:
-        return 0
-    return whole_pages(host_state_bytes(host_numels, options.accumulate, options.state_format))
-
-
-def state_bytes_per_element(options: TieredOptions) -> int:
-    """Device bytes of optimizer states per element of a shard, the accumulator included."""
-    return state_bytes(options.state_format) + options.accumulate * 4
+def _state_bytes(loads: Sequence[GroupLoad], device_numels: Sequence[int], options: TieredOptions) -> tuple[int, int]:
+    """Optimizer states and accumulators on the device and on the host, of groups cut there."""
+    on_device = on_host = 0
+    for load, cut in zip(loads, device_numels, strict=True):
+        numels = load.segment_numels or (load.shard_numel,)
+        assert sum(numels) == load.shard_numel, f"{load.name}: {numels=} {load.shard_numel=}"
+        front, rest = (
+            part_layout(numels, start, stop, options.accumulate, options.state_format)
+            for start, stop in ((0, cut), (cut, load.shard_numel))
+        )
+        on_device += front.device_bytes
+        on_host += rest.host_bytes
+    return on_device, whole_pages(on_host) if on_host else 0
 
 
 def check_plan(

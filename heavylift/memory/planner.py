@@ -38,7 +38,12 @@ class _Sizes:
     layer: int
     """Its number among the layers."""
     num_params: int
-    shard_numel: int
+    segment_numels: tuple[int, ...]
+
+    @property
+    def shard_numel(self) -> int:
+        """Trainable elements of this process, padding included."""
+        return sum(self.segment_numels)
 
 
 class ModelPlanner:
@@ -72,7 +77,9 @@ class ModelPlanner:
     def loads(self, work: Workload | None) -> list[GroupLoad]:
         """What each gather group means in one step, in forward order, and the loss where it is no group's part."""
         if self._shape is None or work is None:
-            return [GroupLoad(group.name, group.num_params, group.shard_numel) for group in self._groups]
+            return [
+                GroupLoad(g.name, g.num_params, g.shard_numel, segment_numels=g.segment_numels) for g in self._groups
+            ]
         # in chunks the loss is computed while the head is gathered
         in_head = work.chunk_tokens > 0 and any(group.role is _Role.HEAD for group in self._groups)
         found = [self._load(group, self._shape, work, in_head) for group in self._groups]
@@ -92,7 +99,7 @@ class ModelPlanner:
                 host = aligned_bytes(input_bytes(shape, work, itemsize), torch.uint8)
         elif group.role is _Role.HEAD and loss_in_head:
             needed = loss_bytes(shape, work, itemsize)
-        return GroupLoad(group.name, group.num_params, group.shard_numel, kept, needed, host)
+        return GroupLoad(group.name, group.num_params, group.shard_numel, kept, needed, host, group.segment_numels)
 
 
 def _sizes(sharded: ShardedModel) -> list[_Sizes]:
@@ -103,8 +110,8 @@ def _sizes(sharded: ShardedModel) -> list[_Sizes]:
     for index, group in enumerate(sharded.groups):
         role = _Role.ROOT if index == 0 else ends.get(group.module, _Role.LAYER)
         num_params = sum(p.numel() for _, p in group.params)
-        shard_numel = sum(padded_numel(p) for _, p in group.params if p.requires_grad)
-        found.append(_Sizes(group.name, role, layer, num_params, shard_numel))
+        segment_numels = tuple(padded_numel(p) for _, p in group.params if p.requires_grad)
+        found.append(_Sizes(group.name, role, layer, num_params, segment_numels))
         layer += role is _Role.LAYER
     return found
 

@@ -9,6 +9,8 @@
 `bf16`    master in float32, moments in bfloat16: 8 bytes per parameter. Rounded to nearest, a second moment would stand
           still: at beta2 0.999 a step changes it by less than half of bfloat16's spacing. Stochastic rounding keeps its
           mean. The step itself computes with the moments before they are rounded.
+`int8`    master in float32, moments as 8-bit codes with a scale per block of 256 (`heavylift.offload.quantised`): 6
+          bytes per parameter and 8 per block. Rounded stochastically too, for the same reason.
 
 This is the specification in plain PyTorch, on any device; `native/formats.h` is its compiled twin.
 """
@@ -24,19 +26,20 @@ from torch import Tensor
 
 from heavylift.config.schema import StateFormat
 from heavylift.offload.noise import noise_bits, round_stochastically
-from heavylift.offload.tensors import StepTensors
+from heavylift.offload.quantised import GRIDS, block_scales, decode, encode
+from heavylift.offload.tensors import MOMENTS, StepTensors
 
 STORED_DTYPES: dict[StateFormat, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
     StateFormat.FP32: (torch.float32, torch.float32, torch.float32),
     StateFormat.SPLIT: (torch.int16, torch.float32, torch.float32),
     StateFormat.BF16: (torch.float32, torch.bfloat16, torch.bfloat16),
+    StateFormat.INT8: (torch.float32, torch.uint8, torch.uint8),
 }
-"""In what dtypes master, exp_avg and exp_avg_sq are kept; with `split` the first is the low half of the master."""
+"""In what dtypes master, exp_avg and exp_avg_sq are kept; with `split` the first is the low half of the master. `int8`
+keeps scales besides."""
 
-
-def state_bytes(state_format: StateFormat) -> int:
-    """Bytes of the states of one parameter element."""
-    return sum(dtype.itemsize for dtype in STORED_DTYPES[state_format])
+# elements of int8 states worked on at a time: their temporaries take some 50 bytes an element
+_CHUNK_CODED = 2**22
 
 
 def check_format(state_format: StateFormat, dtypes: set[torch.dtype]) -> None:
@@ -86,12 +89,32 @@ def unpacked(tensors: StepTensors) -> Iterator[StepTensors]:
         tensors.exp_avg.copy_(round_stochastically(exp_avg, bits))
         tensors.exp_avg_sq.copy_(round_stochastically(exp_avg_sq, bits >> 16))
         return
+    if tensors.state_format is StateFormat.INT8:
+        with _decoded(tensors) as plain:
+            yield plain
+        return
     assert tensors.param_out is not None
     master = join_masters(tensors.param_out, tensors.master, tensors.exp_avg_sq)
     tensors.exp_avg_sq.abs_()
     yield replace(tensors, master=master, state_format=StateFormat.FP32)
     tensors.master.copy_(low_halves(master))
     mark_signs_(tensors.exp_avg_sq, rounds_up(master, tensors.param_out))
+
+
+@contextmanager
+def _decoded(tensors: StepTensors) -> Iterator[StepTensors]:
+    assert tensors.noise is not None and tensors.scales is not None
+    stored = [
+        (codes, scales, GRIDS[name])
+        for name, codes, scales in zip(MOMENTS, (tensors.exp_avg, tensors.exp_avg_sq), tensors.scales, strict=True)
+    ]
+    moments = [decode(codes, scales, grid) for codes, scales, grid in stored]
+    exp_avg, exp_avg_sq = moments
+    yield StepTensors(tensors.master, exp_avg, exp_avg_sq, tensors.grad, tensors.param_out)
+    bits = noise_bits(tensors.noise, exp_avg.numel(), exp_avg.device)
+    for (codes, scales, grid), values, shift in zip(stored, moments, (0, 16), strict=True):
+        scales.copy_(block_scales(values))
+        codes.copy_(encode(values, scales, grid, bits >> shift))
 
 
 def for_each_chunk(
@@ -101,6 +124,8 @@ def for_each_chunk(
     tensors that do not fit."""
     tensors.check()
     chunk = chunk_cpu if tensors.master.device.type == "cpu" else chunk_device
+    if tensors.state_format is StateFormat.INT8:
+        chunk = min(chunk, _CHUNK_CODED)  # a multiple of a block
     for start in range(0, tensors.master.numel(), chunk):
         with unpacked(tensors.part(slice(start, start + chunk))) as part:
             work(part)

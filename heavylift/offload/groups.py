@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -88,6 +89,12 @@ class Group:
     def _mark_seen(self) -> None:
         for segment in self.segments:
             segment.mark_seen()
+
+    @property
+    def segment_numels(self) -> tuple[int, ...]:
+        """Elements that each segment takes in the flat layout, padding included."""
+        starts = [segment.start for segment in self.segments]
+        return tuple(stop - start for start, stop in pairwise([*starts, self.numel]))
 
     def grads(self) -> torch.Tensor:
         """The group's gradients, flat [numel]: without a copy where they lie so; zeros where there is none."""

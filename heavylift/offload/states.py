@@ -7,7 +7,7 @@ is stepped where it lies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,10 +15,11 @@ from heavylift.config.schema import StateFormat, Tier
 from heavylift.offload.formats import STORED_DTYPES, join_masters, low_halves, mark_signs_, rounds_up
 from heavylift.offload.groups import Group, Segment
 from heavylift.offload.noise import noise_of
-from heavylift.offload.tensors import StepTensors
+from heavylift.offload.quantised import GRIDS, block_pieces, block_scales, decode, encode, num_blocks
+from heavylift.offload.tensors import MOMENTS, StepTensors
 from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
 
-STATE_NAMES = ("master", "exp_avg", "exp_avg_sq")
+STATE_NAMES = ("master", *MOMENTS)
 
 
 @dataclass(eq=False)
@@ -36,11 +37,29 @@ class Part:
     """Sum of the reduced gradients of the micro-batches, float32; None without gradient accumulation."""
     state_format: StateFormat = StateFormat.FP32
     """How the three states are stored; `read` and `write` know."""
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Of the moments' blocks, segment after segment; None with formats other than `int8`."""
+    blocks: dict[Segment, slice] = field(init=False)
+    """Where the scales of each segment lie. A block never reaches into another segment, which may step at another time.
+    """
+
+    def __post_init__(self) -> None:
+        laid_out = block_pieces(self.group.segment_numels, self.start, self.stop)
+        self.blocks = {}
+        for segment, piece in zip(self.group.segments, laid_out, strict=True):
+            where = self.overlap(segment)  # without padding
+            used = 0 if where is None else num_blocks(where.stop - where.start)
+            self.blocks[segment] = slice(piece.start, piece.start + used)
 
     @property
     def numel(self) -> int:
         """Elements of the part."""
         return self.stop - self.start
+
+    def stored(self) -> list[torch.Tensor]:
+        """Everything that is kept between steps, flat [numel] each: the states and, where there is one, the accumulator
+        at the end."""
+        return [self.master, self.exp_avg, self.exp_avg_sq, *([] if self.accumulator is None else [self.accumulator])]
 
     def overlap(self, segment: Segment) -> slice | None:
         """Where `segment` lies in this part's own tensors, None if it does not."""
@@ -59,12 +78,16 @@ class Part:
     ) -> StepTensors:
         """The states of a range of the part beside its gradient and where the new parameters go, flat and as long.
 
-        `first`: the segment that lies at the beginning of the range (with `bf16` all over it); `step`: its count."""
+        `first`: the segment that lies at the beginning of the range (in formats that round all over it); `step`: its
+        count."""
         states = self.master[where], self.exp_avg[where], self.exp_avg_sq[where]
-        noise = None
-        if self.state_format is StateFormat.BF16:
+        noise = scales = None
+        if not self.state_format.is_exact:
             noise = noise_of(first.name, step, first.first + self.start + where.start - first.start)
-        return StepTensors(*states, grad, param_out, self.state_format, noise)
+        if self.scales is not None:
+            assert where == self.overlap(first), f"{where} is not the whole of {first.name} in this part"
+            scales = self._scales_of(first, "exp_avg"), self._scales_of(first, "exp_avg_sq")
+        return StepTensors(*states, grad, param_out, self.state_format, noise, scales)
 
     def read(self, name: str, segment: Segment) -> torch.Tensor:
         """A state of the segment's range in this part, float32, on the part's tier: a view where it is stored so."""
@@ -76,6 +99,8 @@ class Part:
         stored = self._stored(name)[where]
         if self.state_format is StateFormat.SPLIT and name == "exp_avg_sq":
             return stored.abs()
+        if self.state_format is StateFormat.INT8 and name in MOMENTS:
+            return decode(stored, self._scales_of(segment, name), GRIDS[name])
         return stored.float()
 
     def write(self, name: str, segment: Segment, values: torch.Tensor) -> None:
@@ -91,28 +116,61 @@ class Part:
             mark_signs_(self.exp_avg_sq[where], rounds_up(new, new.to(torch.bfloat16)))
         elif self.state_format is StateFormat.SPLIT and name == "exp_avg_sq":
             stored.copy_(torch.copysign(new, stored))
+        elif self.state_format is StateFormat.INT8 and name in MOMENTS:
+            scales = self._scales_of(segment, name).copy_(block_scales(new))
+            stored.copy_(encode(new, scales, GRIDS[name], None))
         else:
             stored.copy_(new)
 
     def _stored(self, name: str) -> torch.Tensor:
         return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}[name]
 
+    def _scales_of(self, segment: Segment, name: str) -> torch.Tensor:
+        assert self.scales is not None, f"{self.state_format} states have no scales"
+        return self.scales[MOMENTS.index(name)][self.blocks[segment]]
+
     def read_master(self, segment: Segment) -> None:
         """Sets the master from the parameter: after loading weights, or whenever somebody else wrote them."""
         self.write("master", segment, segment.shard())
 
 
-def host_state_bytes(
-    num_elements: Sequence[int], accumulate: bool, state_format: StateFormat = StateFormat.FP32
-) -> int:
-    """Bytes of the host slab that holds the states of parts of these sizes: see `formats.state_bytes`; 4 more per
-    element when accumulating."""
-    dtypes = _part_dtypes(accumulate, state_format)
-    return sum(aligned_bytes(numel, dtype) for numel in num_elements for dtype in dtypes)
+@dataclass(frozen=True)
+class PartLayout:
+    """The tensors of a part: how many elements, of what dtype."""
+
+    states: tuple[tuple[int, torch.dtype], ...]
+    """Master, exp_avg, exp_avg_sq."""
+    scales: tuple[tuple[int, torch.dtype], ...]
+    accumulator: tuple[tuple[int, torch.dtype], ...]
+
+    @property
+    def tensors(self) -> tuple[tuple[int, torch.dtype], ...]:
+        """All of them, in the order in which they are allocated."""
+        return self.states + self.scales + self.accumulator
+
+    @property
+    def device_bytes(self) -> int:
+        """What they take on the device."""
+        return sum(numel * dtype.itemsize for numel, dtype in self.tensors)
+
+    @property
+    def host_bytes(self) -> int:
+        """What they take of a slab on the host."""
+        return sum(aligned_bytes(numel, dtype) for numel, dtype in self.tensors)
 
 
-def _part_dtypes(accumulate: bool, state_format: StateFormat) -> list[torch.dtype]:
-    return [*STORED_DTYPES[state_format], *([torch.float32] if accumulate else [])]
+def part_layout(
+    segment_numels: Sequence[int], start: int, stop: int, accumulate: bool, state_format: StateFormat
+) -> PartLayout:
+    """Of the range [start, stop) of a group's flat layout. `segment_numels`: elements of each of the group's segments,
+    padding included. Nothing where the range is empty."""
+    if start == stop:
+        return PartLayout((), (), ())
+    states = tuple((stop - start, dtype) for dtype in STORED_DTYPES[state_format])
+    scales: tuple[tuple[int, torch.dtype], ...] = ()
+    if state_format is StateFormat.INT8:
+        scales = ((block_pieces(segment_numels, start, stop)[-1].stop, torch.float32),) * 2
+    return PartLayout(states, scales, ((stop - start, torch.float32),) if accumulate else ())
 
 
 def allocate_parts(
@@ -124,30 +182,42 @@ def allocate_parts(
 ) -> tuple[list[list[Part]], HostSlab | None]:
     """Allocates and initialises the states: for each group its parts. Host states share one slab (not page-locked:
     only staging is copied over the bus)."""
-    host_numels = [g.numel - n for g, n in zip(groups, device_numels, strict=True)]
-    slab = None
-    if any(host_numels):
-        num_bytes = host_state_bytes([n for n in host_numels if n], accumulate, state_format)
-        slab = HostSlab(num_bytes, pinned=False, usage=usage)
-    dtypes = _part_dtypes(accumulate, state_format)
+    host_bytes = sum(
+        part_layout(group.segment_numels, cut, group.numel, accumulate, state_format).host_bytes
+        for group, cut in zip(groups, device_numels, strict=True)
+    )
+    slab = HostSlab(host_bytes, pinned=False, usage=usage) if host_bytes else None
     result = []
-    for group, device_numel in zip(groups, device_numels, strict=True):
+    for group, cut in zip(groups, device_numels, strict=True):
         parts = []
-        for tier, start, stop in ((Tier.DEVICE, 0, device_numel), (Tier.HOST, device_numel, group.numel)):
-            if start == stop:
+        for tier, start, stop in ((Tier.DEVICE, 0, cut), (Tier.HOST, cut, group.numel)):
+            layout = part_layout(group.segment_numels, start, stop, accumulate, state_format)
+            if not layout.tensors:
                 continue
             if tier is Tier.HOST:
                 assert slab is not None
-                tensors = [slab.take(stop - start, dtype) for dtype in dtypes]
+                tensors = [slab.take(numel, dtype) for numel, dtype in layout.tensors]
             else:
-                tensors = [torch.zeros(stop - start, dtype=dtype, device=group.device) for dtype in dtypes]
-                usage.device_bytes += sum(tensor.nbytes for tensor in tensors)
-            master, exp_avg, exp_avg_sq, *rest = tensors
-            accumulator = rest[0] if accumulate else None
-            part = Part(group, tier, start, stop, master, exp_avg, exp_avg_sq, accumulator, state_format)
+                tensors = [torch.zeros(numel, dtype=dtype, device=group.device) for numel, dtype in layout.tensors]
+                usage.device_bytes += layout.device_bytes
             # touch every page now: memory that is not there must fail before training, not at the first step
             for tensor in tensors:
                 tensor.zero_()
-            parts.append(part)
+            parts.append(_make_part(group, tier, start, stop, tensors, state_format, layout))
         result.append(parts)
     return result, slab
+
+
+def _make_part(
+    group: Group,
+    tier: Tier,
+    start: int,
+    stop: int,
+    tensors: Sequence[torch.Tensor],
+    state_format: StateFormat,
+    layout: PartLayout,
+) -> Part:
+    master, exp_avg, exp_avg_sq, *rest = tensors
+    accumulator = rest.pop() if layout.accumulator else None
+    scales = (rest[0], rest[1]) if layout.scales else None
+    return Part(group, tier, start, stop, master, exp_avg, exp_avg_sq, accumulator, state_format, scales)

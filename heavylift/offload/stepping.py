@@ -172,7 +172,7 @@ def runs(part: Part, steps: Sequence[SegmentStep]) -> Iterator[tuple[slice, Segm
     kernel calls. Segment by segment where each has noise of its own."""
     run: slice | None = None
     first: SegmentStep | None = None
-    merges = part.state_format is not StateFormat.BF16
+    merges = part.state_format.is_exact
     for step in steps:
         where = part.overlap(step.segment)
         if where is None:

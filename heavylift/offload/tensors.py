@@ -9,7 +9,9 @@ from torch import Tensor
 
 from heavylift.config.schema import StateFormat
 from heavylift.offload.noise import Noise
+from heavylift.offload.quantised import BLOCK, num_blocks
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes of gradients and parameters beside float32."""
 
@@ -28,21 +30,28 @@ class StepTensors:
     """float32, bfloat16 or float16 [n], receives the new master rounded to nearest even; None: nobody wants it."""
     state_format: StateFormat = StateFormat.FP32
     """How the states are stored, see `heavylift.offload.formats`. `split`: `master` is int16, and `param_out` bfloat16,
-    which holds the parameters before the step, too. `bf16`: the moments are bfloat16."""
+    which holds the parameters before the step, too. `bf16`: the moments are bfloat16. `int8`: they are uint8 codes."""
     noise: Noise | None = None
-    """What rounds bfloat16 moments; None with other formats."""
+    """What rounds moments of `bf16` and `int8`; None with formats that need no rounding."""
+    scales: tuple[Tensor, Tensor] | None = None
+    """Of the blocks of exp_avg and exp_avg_sq, float32 [num_blocks(n)]; None with formats other than `int8`."""
 
     def named(self) -> dict[str, Tensor]:
-        """The tensors that are there, by name."""
+        """The tensors that are there, by name, but for `scales`."""
         states = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "grad": self.grad}
         return states if self.param_out is None else {**states, "param_out": self.param_out}
 
     def part(self, where: slice) -> StepTensors:
-        """Views of a range of elements."""
+        """Views of a range of elements. With `int8` it begins with a block."""
         out = None if self.param_out is None else self.param_out[where]
         states = self.master[where], self.exp_avg[where], self.exp_avg_sq[where]
         noise = None if self.noise is None else self.noise.advanced(where.start)
-        return StepTensors(*states, self.grad[where], out, self.state_format, noise)
+        scales = None
+        if self.scales is not None:
+            assert where.start % BLOCK == 0, f"a part begins at {where.start}, inside of a block"
+            blocks = slice(where.start // BLOCK, num_blocks(where.stop))
+            scales = self.scales[0][blocks], self.scales[1][blocks]
+        return StepTensors(*states, self.grad[where], out, self.state_format, noise, scales)
 
     def check(self) -> None:
         """Assert shapes, dtypes and the common device."""
@@ -53,9 +62,15 @@ class StepTensors:
                 f"{name} has shape {tuple(tensor.shape)}, master {tuple(master.shape)}"
             )
             assert tensor.device == master.device, f"{name} is on {tensor.device}, master on {master.device}"
-        split, rounded = (self.state_format is other for other in (StateFormat.SPLIT, StateFormat.BF16))
+        split, coded = (self.state_format is other for other in (StateFormat.SPLIT, StateFormat.INT8))
         assert not split or self.param_out is not None, "split masters need the parameters"
-        assert rounded == (self.noise is not None), f"{self.state_format} and {self.noise}"
+        assert self.state_format.is_exact == (self.noise is None), f"{self.state_format} and {self.noise}"
+        assert coded == (self.scales is not None), f"{self.state_format}, scales {self.scales is not None}"
+        for scales in self.scales or ():
+            assert scales.dtype == torch.float32 and scales.shape == (num_blocks(master.numel()),), (
+                f"scales of {scales.dtype} and shape {tuple(scales.shape)} for {master.numel()} elements"
+            )
+            assert scales.device == master.device, f"scales are on {scales.device}, master on {master.device}"
 
     def _dtypes_of(self, name: str) -> tuple[torch.dtype, ...]:
         split = self.state_format is StateFormat.SPLIT
@@ -65,4 +80,6 @@ class StepTensors:
             return (torch.bfloat16,)
         if name in ("exp_avg", "exp_avg_sq") and self.state_format is StateFormat.BF16:
             return (torch.bfloat16,)
+        if name in ("exp_avg", "exp_avg_sq") and self.state_format is StateFormat.INT8:
+            return (torch.uint8,)
         return (torch.float32, *LOW_PRECISION) if name in ("grad", "param_out") else (torch.float32,)

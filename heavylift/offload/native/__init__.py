@@ -24,10 +24,10 @@ from torch import Tensor
 from heavylift.config.schema import StateFormat
 from heavylift.offload.adamw import AdamWHyper, AdamWScalars
 from heavylift.offload.correction import check_exact, check_undo, clipped_scale, correction_scalars
-from heavylift.offload.tensors import StepTensors
+from heavylift.offload.tensors import MOMENTS, StepTensors
 
 LIBRARY_NAME = "_adamw.so"
-_ABI = 4
+_ABI = 5
 """`hl_abi()` of the library that goes with this file."""
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ class _CTensors(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("master", "master_low", "exp_avg", "exp_avg_sq", "exp_avg_16")),
-        *((name, c_void_p) for name in ("exp_avg_sq_16", "grad", "out")),
+        *((name, c_void_p) for name in ("exp_avg_sq_16", "exp_avg_8", "exp_avg_sq_8", "exp_avg_scales")),
+        *((name, c_void_p) for name in ("exp_avg_sq_scales", "grad", "out")),
         ("n", c_int64),
         ("grad_type", c_int32),
         ("out_type", c_int32),
@@ -210,17 +211,19 @@ class NativeKernel:
 
 def _c_tensors(tensors: StepTensors) -> _CTensors:
     tensors.check()
-    _check_host(*tensors.named().values())
-    _check_disjoint(*tensors.named().values())
-    noise = tensors.noise
-    out, split = tensors.param_out, tensors.state_format is StateFormat.SPLIT
+    scales = tensors.scales or ()
+    _check_host(*tensors.named().values(), *scales)
+    _check_disjoint(*tensors.named().values(), *scales)
+    noise, out = tensors.noise, tensors.param_out
+    moments = {torch.float32: "", torch.bfloat16: "_16", torch.uint8: "_8"}[tensors.exp_avg.dtype]
+    pointers = {
+        "master_low" if tensors.state_format is StateFormat.SPLIT else "master": tensors.master.data_ptr(),
+        f"exp_avg{moments}": tensors.exp_avg.data_ptr(),
+        f"exp_avg_sq{moments}": tensors.exp_avg_sq.data_ptr(),
+        **{f"{name}_scales": scale.data_ptr() for name, scale in zip(MOMENTS, scales, strict=False)},
+    }
     return _CTensors(
-        master=None if split else tensors.master.data_ptr(),
-        master_low=tensors.master.data_ptr() if split else None,
-        exp_avg=None if noise else tensors.exp_avg.data_ptr(),
-        exp_avg_sq=None if noise else tensors.exp_avg_sq.data_ptr(),
-        exp_avg_16=tensors.exp_avg.data_ptr() if noise else None,
-        exp_avg_sq_16=tensors.exp_avg_sq.data_ptr() if noise else None,
+        **pointers,
         grad=tensors.grad.data_ptr(),
         out=None if out is None else out.data_ptr(),
         n=tensors.master.numel(),

@@ -209,6 +209,7 @@ const Kernels &current() {
 
 // Elements of one piece of work. Never depends on the number of threads, so neither does a sum over pieces.
 constexpr int64_t kChunk = 32768;
+static_assert(kChunk % kScaleBlock == 0, "a piece of work begins with a block of codes");
 
 int64_t chunks_of(int64_t n, int64_t chunk) { return (n + chunk - 1) / chunk; }
 
@@ -249,7 +250,7 @@ struct SumChunks {
 // ---- the C API: pointers are host memory, n counts elements, `pool` comes from hl_pool_create -------------------
 
 // Changes with every structure and signature here: a library left over from another version must not be called.
-HL_API int hl_abi() { return 4; }
+HL_API int hl_abi() { return 5; }
 
 HL_API const char *hl_isa() { return current().name; }
 

@@ -5,15 +5,18 @@
 #pragma once
 
 #include "halves.h"
+#include "noise.h"
+#include "quantised.h"
 #include "step.h"
 
 namespace {
 
 constexpr int64_t kBlock = 1024;
+static_assert(kBlock % kScaleBlock == 0, "a piece of work begins with a block of codes");
 
 HL_INLINE int64_t bytes_of(int32_t type) { return type == kFloat32 ? 4 : 2; }
 
-// The same tensors from element `start` on.
+// The same tensors from element `start` on, with codes a multiple of a block.
 HL_INLINE StepTensors from_element(const StepTensors &tensors, int64_t start) {
   StepTensors moved = tensors;
   if (tensors.master != nullptr) moved.master += start;
@@ -21,9 +24,16 @@ HL_INLINE StepTensors from_element(const StepTensors &tensors, int64_t start) {
   if (tensors.exp_avg != nullptr) {
     moved.exp_avg += start;
     moved.exp_avg_sq += start;
-  } else {
+  }
+  if (tensors.exp_avg_16 != nullptr) {
     moved.exp_avg_16 += start;
     moved.exp_avg_sq_16 += start;
+  }
+  if (tensors.exp_avg_8 != nullptr) {
+    moved.exp_avg_8 += start;
+    moved.exp_avg_sq_8 += start;
+    moved.exp_avg_scales += start / kScaleBlock;
+    moved.exp_avg_sq_scales += start / kScaleBlock;
   }
   moved.noise_first += uint32_t(start);
   moved.grad = static_cast<const char *>(tensors.grad) + start * bytes_of(tensors.grad_type);
@@ -62,16 +72,6 @@ HL_INLINE void unpack_moments(const StepTensors &rounded, float *__restrict exp_
   for (int64_t i = 0; i < n; ++i) exp_avg_sq[i] = to_float(rounded.exp_avg_sq_16[i]);
 }
 
-// The 32 random bits of an element, from its index.
-HL_INLINE uint32_t noise_bits(uint32_t key, uint32_t index) {
-  uint32_t x = index * 0x9e3779b9u + key;
-  x ^= x >> 16;
-  x *= 0x7feb352du;
-  x ^= x >> 15;
-  x *= 0x846ca68bu;
-  return x ^ x >> 16;
-}
-
 HL_INLINE void store_stochastically(bf16 *out, float x, uint32_t random_16) {
   bf16 nearest;
   store(&nearest, x);
@@ -96,9 +96,10 @@ template <class Kind, class Halves, class Job>
 HL_INLINE void body_by_format(const Job &job, int64_t begin, int64_t end) {
   alignas(64) float master[kBlock], exp_avg[kBlock], exp_avg_sq[kBlock], grad[kBlock], out[kBlock];
   const bool split = job.tensors.master_low != nullptr, rounded = job.tensors.exp_avg_16 != nullptr;
+  const bool coded = job.tensors.exp_avg_8 != nullptr;
   const bool half_grad = job.tensors.grad_type == kFloat16;
   const bool half_out = job.tensors.out != nullptr && job.tensors.out_type == kFloat16;
-  const int64_t block = split || rounded || half_grad || half_out ? kBlock : end - begin;
+  const int64_t block = split || rounded || coded || half_grad || half_out ? kBlock : end - begin;
   for (int64_t start = begin; start < end; start += block) {
     const int64_t n = end - start < block ? end - start : block;
     const StepTensors stored = from_element(job.tensors, start);
@@ -110,6 +111,9 @@ HL_INLINE void body_by_format(const Job &job, int64_t begin, int64_t end) {
     }
     if (rounded) {
       unpack_moments(stored, exp_avg, exp_avg_sq, n);
+    }
+    if (coded) decode_moments(stored, exp_avg, exp_avg_sq, n);
+    if (rounded || coded) {
       plain.tensors.exp_avg = exp_avg;
       plain.tensors.exp_avg_sq = exp_avg_sq;
     }
@@ -125,6 +129,7 @@ HL_INLINE void body_by_format(const Job &job, int64_t begin, int64_t end) {
     body_by_types<Kind>(plain, 0, n);
     if (split) split_masters(stored, master, n);
     if (rounded) pack_moments(stored, exp_avg, exp_avg_sq, n);
+    if (coded) encode_moments(stored, exp_avg, exp_avg_sq, n);
     if (half_out) Halves::narrow(out, static_cast<f16 *>(stored.out), n);
   }
 }

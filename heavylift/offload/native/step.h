@@ -12,13 +12,15 @@ namespace {
 struct StepTensors {
   float *master;  // null where they are split
   uint16_t *master_low;
-  float *exp_avg, *exp_avg_sq;  // null where they are bf16
+  float *exp_avg, *exp_avg_sq;  // null where they are stored otherwise
   bf16 *exp_avg_16, *exp_avg_sq_16;
+  uint8_t *exp_avg_8, *exp_avg_sq_8;  // codes, with the scales of their blocks
+  float *exp_avg_scales, *exp_avg_sq_scales;
   const void *grad;
   void *out;  // null: nobody wants the parameters
   int64_t n;
   int32_t grad_type, out_type;
-  uint32_t noise_key, noise_first;  // of bf16 moments: heavylift/offload/noise.py
+  uint32_t noise_key, noise_first;  // of moments that are rounded: heavylift/offload/noise.py
 };
 
 // AdamWHyper.scalars()
