@@ -65,6 +65,10 @@ REFUSED_OPTIMIZERS = {
     "musgd": "use SGD, with muP's learning rates in parameter groups",
     "lbfgs": "use AdamW: LBFGS needs a closure",
     "sparseadam": "use AdamW: gradients are dense",
+    **dict.fromkeys(
+        ("adam8bit", "adamw8bit", "adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"),
+        "use AdamW; 8-bit moments are engine.state_format: int8 in a recipe of heavylift train",
+    ),
 }
 
 
