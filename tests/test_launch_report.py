@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from conftest import command_env
 import heavylift.api
 from heavylift.api import script_errors
 from heavylift.errors import UserError
-from heavylift.launch import failures
+from heavylift.launch import deaths, failures
 from heavylift.launch.oom import OomCount, explain_kill, read_oom_count
 from heavylift.launch.rank_output import RankStderr, end_of_file, last_lines
 from heavylift.launch.report import RankFailure, report, show_user_errors, with_told
@@ -36,6 +38,36 @@ def test_first_failure_by_the_time_that_ranks_told(tmp_path: Path, capfd: pytest
 
 
 none = OomCount(None, None, None)
+
+
+def test_a_sigterm_that_was_first_is_not_the_launchers(capfd: pytest.CaptureFixture[str]) -> None:
+    seen = [RankFailure(0, 0, -signal.SIGTERM, 100.2, True), RankFailure(1, 1, -signal.SIGTERM, 100.1, True)]
+    assert report(seen, 2, (none, none), None) == 143
+    assert capfd.readouterr().err == "error: rank 1 of 2 was killed (SIGTERM)\n"
+    # a rank that then lost its connection; without the moments it would be blamed
+    lost = [RankFailure(0, 0, 1, 100.2, True), RankFailure(1, 1, -signal.SIGTERM, 100.1, True)]
+    assert report(lost, 2, (none, none), None) == 143
+    assert report([replace(failure, seconds=100.0, observed=False) for failure in lost], 2, (none, none), None) == 1
+    # the launcher's own, after rank 0 had failed
+    ended = [RankFailure(0, 0, 1, 100.1, True), RankFailure(1, 1, -signal.SIGTERM, 100.2, True)]
+    assert report(ended, 2, (none, none), None) == 1
+
+
+def test_deaths_are_noted_in_their_order_whoever_waits_for_them(tmp_path: Path) -> None:
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) for _ in range(3)]
+    with deaths.DeathWatch(tmp_path, 3) as watch:
+        for local_rank, process in enumerate(processes):
+            (tmp_path / f"pid.{local_rank}").write_text(str(process.pid))
+        for local_rank in (2, 0):
+            processes[local_rank].kill()
+            processes[local_rank].wait()
+            end = time.monotonic() + 60
+            while local_rank not in watch.seconds and time.monotonic() < end:
+                time.sleep(0.01)
+        seconds = dict(watch.seconds)
+    processes[1].kill()
+    processes[1].communicate()
+    assert list(seconds) == [2, 0] and seconds[2] <= seconds[0]
 
 
 def test_a_rank_tells_for_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     """`here(*args)`: the launcher in this process (torch is loaded already), in a folder with the scripts above."""
     for name, text in (("echo_it.py", ECHO), ("sleep.py", SLEEP), ("dies.py", SCRIPT_DIES)):
         (tmp_path / name).write_text(text, encoding="utf-8")
+    for name in ("ds.json", "recipe.yaml"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
     (tmp_path / "tmp").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -293,6 +295,8 @@ def test_port_in_use(here: Here, port_in_use: int) -> None:
         (["--launcher_args", "'", "echo_it.py"], "--launcher_args"),
         ([], "no script is given: heavylift launch \\[flags\\] script.py; see"),
         (["-q"], "no script is given"),
+        (["ds.json"], r"ds.json: expected a Python script; .*--deepspeed_config ds.json"),
+        (["recipe.yaml"], "recipe.yaml: expected a Python script; for a recipe: heavylift train recipe.yaml"),
         (["tmp"], "tmp: this is a folder, and has no __main__.py; give the script in it"),
         (["--num_gpu", "2", "echo_it.py"], r"unrecognized arguments: --num_gpu \(did you mean --num_gpus\?\); see"),
         (["--as-deepsped", "echo_it.py"], r"unrecognized arguments: --as-deepsped \(did you mean --as-deepspeed\?\)"),
@@ -376,14 +380,15 @@ def test_under_nohup_a_closed_terminal_ends_nothing(here: Here, tmp_path: Path) 
         process.kill()
 
 
-def test_kill_9_of_one_rank_ends_the_others(here: Here, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_to_one_rank_ends_the_others(here: Here, tmp_path: Path, number: signal.Signals) -> None:
     process = command(tmp_path, "launch", "--num_gpus", "2", "sleep.py")
     try:
         ranks = wait_for_ranks(tmp_path)
-        os.kill(ranks[1], signal.SIGKILL)
+        os.kill(ranks[1], number)
         _, err = process.communicate(timeout=120)
-        assert process.returncode == 137 and gone(ranks)
-        assert err.splitlines()[-1].startswith("error: rank 1 of 2 was killed (SIGKILL)")
+        assert process.returncode == 128 + number and gone(ranks)
+        assert err.splitlines()[-1].startswith(f"error: rank 1 of 2 was killed ({number.name})")
     finally:
         process.kill()
 

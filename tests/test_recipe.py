@@ -38,6 +38,12 @@ def problems(tmp_path: Path, text: str | bytes, *overrides: str) -> list[str]:
     return [problem.replace(f"{tmp_path}/", "") for problem in caught.value.problems]
 
 
+def test_a_ds_config_is_told_as_one(tmp_path: Path) -> None:
+    (line,) = problems(tmp_path, '{\n"train_batch_size": 8,\n"zero_optimization": {"stage": 2}}')
+    assert line.startswith("recipe.yaml: expected a recipe, got a ds_config.json;") and "config convert" in line
+    assert len(problems(tmp_path, GOOD + "zero_optimization:\n  stage: 2\n")) == 1  # a recipe with a wrong section
+
+
 def test_defaults_and_values(tmp_path: Path) -> None:
     recipe = load(tmp_path, GOOD)
     assert recipe.model.model_name_or_path == "models/llama"

@@ -61,6 +61,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
+_DS_CONFIG_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"}
+
+
 def dump_recipe(recipe: Recipe) -> str:
     """The whole recipe, defaults included, as YAML that `load_recipe` reads back to an equal one."""
     return dump_yaml(recipe.model_dump(mode="json"))
@@ -85,6 +88,7 @@ def _read_file(path: Path, shown_path: str, given: _Given) -> None:
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{shown_path}:{_line(root)}: expected sections such as `model:`, got {_kind(root)}")
     given.places[()] = shown_path
+    _refuse_ds_config(root, shown_path)
     for name, key_node, value_node in _pairs(loader, root, shown_path, "", given):
         place = f"{shown_path}:{_line(key_node)}"
         if name not in sections():
@@ -92,6 +96,16 @@ def _read_file(path: Path, shown_path: str, given: _Given) -> None:
             continue
         given.places[(name,)] = place
         _read_section(loader, name, value_node, shown_path, given)
+
+
+def _refuse_ds_config(root: yaml.MappingNode, shown_path: str) -> None:
+    """JSON is YAML too: one line for the file, instead of one for each of its keys."""
+    names = {key.value for key, _ in root.value if isinstance(key, yaml.ScalarNode)}
+    if names & _DS_CONFIG_KEYS and not names & sections().keys():
+        raise UserError(
+            f"{shown_path}: expected a recipe, got a ds_config.json; a script of yours reads it (heavylift launch), or "
+            f"write the recipe: heavylift config convert {shown_path} --model M --dataset D -o recipe.yaml"
+        )
 
 
 def _read_text(path: Path, shown_path: str) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from heavylift.launch.deaths import leave_pid
+
 FAILURES_VARIABLE = "HEAVYLIFT_FAILURES"
 """Folder for `failed.LOCAL_RANK`, a file of JSON."""
 _POLL_S = 0.02
@@ -52,6 +54,8 @@ def claim_folder() -> None:
     folder = os.environ.pop(FAILURES_VARIABLE, None)
     _claim.folder = None if folder is None else Path(folder)
     _claim.process = os.getpid()
+    if _claim.folder is not None:
+        leave_pid(_claim.folder, int(os.environ["LOCAL_RANK"]))
 
 
 def tell(code: int, lines: Sequence[str] = ()) -> bool:

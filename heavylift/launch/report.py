@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from heavylift.errors import EXIT_USER_ERROR
 from heavylift.launch.failures import Told
@@ -26,6 +26,8 @@ class RankFailure:
     """Negative: the signal that ended it, as in `subprocess`."""
     seconds: float
     """When, since 1970: when it raised if it told, else when its end was seen."""
+    observed: bool = False
+    """Whether that time is the very moment, or else the second in which torch's agent looked."""
     told: Told | None = None
     """What the rank itself said of its failure."""
 
@@ -61,7 +63,7 @@ def with_told(failures: Sequence[RankFailure], told: Mapping[int, Told]) -> list
         if note is not None:
             ended_by_us = failure.exit_code in (-signal.SIGTERM, -signal.SIGKILL)
             code = note.code if ended_by_us else failure.exit_code
-            failure = RankFailure(failure.rank, failure.local_rank, code, note.seconds, note)
+            failure = replace(failure, exit_code=code, seconds=note.seconds, observed=True, told=note)
         found.append(failure)
     return found
 
@@ -79,6 +81,8 @@ def show_user_errors(told: Sequence[Told]) -> None:
 def _first(failures: Sequence[RankFailure]) -> RankFailure:
     """The failure that explains the others."""
     ordered = failures_in_order(failures)
+    if ordered[0].exit_code == -signal.SIGTERM and all(failure.observed for failure in ordered):
+        return ordered[0]  # the launcher ends nobody before one has failed: somebody else has sent it
     rank, code = first_cause([(failure.rank, failure.exit_code, failure.seconds) for failure in ordered])
     first = next(failure for failure in ordered if failure.rank == rank)
     earliest = ordered[0]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from heavylift.errors import UserError
 from heavylift.launch.binding import binding_environment, machine_places
+from heavylift.launch.deaths import DeathWatch
 from heavylift.launch.devices import gpu_pci_ids
 from heavylift.launch.entry import PARENT_VARIABLE
 from heavylift.launch.failures import FAILURES_VARIABLE, read_told
@@ -124,12 +125,12 @@ def run_node(run: NodeRun, root: Path = Path("/")) -> int:
             **({PIPES_VARIABLE: folder} if stderr is not None else {}),
         }
         try:
-            with _environment(variables), stderr or nullcontext():
+            with _environment(variables), stderr or nullcontext(), DeathWatch(Path(folder), run.num_ranks) as deaths:
                 elastic_launch(_launch_config(run, folder), sys.executable)(*command)
         except ChildFailedError as failed:
             told = read_told(Path(folder))
             show_user_errors(list(told.values()))
-            failures = with_told(_failures(failed.failures), told)
+            failures = with_told(_failures(failed.failures, deaths.seconds), told)
             world_size = run.world_size or run.num_ranks
             oom = (before, read_oom_count(root))
             if stderr is None and LOG_VARIABLE not in run.environment:
@@ -166,11 +167,13 @@ def _tail(run: NodeRun, stderr: RankStderr | None, failure: RankFailure) -> list
     return last_lines(end_of_file(log_file(run.environment[LOG_VARIABLE], failure.rank)), _TAIL_LINES)
 
 
-def _failures(failures: dict[int, ProcessFailure]) -> list[RankFailure]:
-    return [
-        RankFailure(rank, failure.local_rank, failure.exitcode, float(failure.timestamp))
-        for rank, failure in failures.items()
-    ]
+def _failures(failures: dict[int, ProcessFailure], deaths: dict[int, float]) -> list[RankFailure]:
+    found = []
+    for rank, failure in failures.items():
+        ended = deaths.get(failure.local_rank)
+        seconds = float(failure.timestamp) if ended is None else ended
+        found.append(RankFailure(rank, failure.local_rank, failure.exitcode, seconds, ended is not None))
+    return found
 
 
 @contextmanager

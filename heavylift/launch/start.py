@@ -370,6 +370,11 @@ def _check_script(options: LaunchOptions) -> None:
         raise UserError(f"{name}: this is a folder, and has no __main__.py; give the script in it")
     elif not os.access(name, os.R_OK):
         raise UserError(f"{name}: may not be read by this user")
+    elif Path(name).suffix.lower() in (".json", ".hjson"):
+        # Python runs many of them without a word: a mapping is an expression
+        raise UserError(f"{name}: expected a Python script; give the script, and --deepspeed_config {name} behind it")
+    elif Path(name).suffix.lower() in (".yaml", ".yml"):
+        raise UserError(f"{name}: expected a Python script; for a recipe: heavylift train {name}")
 
 
 def _rank_logs(options: LaunchOptions, speaks: bool) -> dict[str, str]:
