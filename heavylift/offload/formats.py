@@ -111,7 +111,7 @@ def _decoded(tensors: StepTensors) -> Iterator[StepTensors]:
     moments = [decode(codes, scales, grid) for codes, scales, grid in stored]
     exp_avg, exp_avg_sq = moments
     yield StepTensors(tensors.master, exp_avg, exp_avg_sq, tensors.grad, tensors.param_out)
-    bits = noise_bits(tensors.noise, exp_avg.numel(), exp_avg.device)
+    bits = noise_bits(tensors.noise, exp_avg.numel(), exp_avg.device).int()
     for (codes, scales, grid), values, shift in zip(stored, moments, (0, 16), strict=True):
         scales.copy_(block_scales(values))
         codes.copy_(encode(values, scales, grid, bits >> shift))

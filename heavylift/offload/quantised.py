@@ -103,7 +103,7 @@ def encode(values: Tensor, scales: Tensor, grid: Grid, bits: Tensor | None) -> T
     """
     scale = _for_each(scales, values.numel())
     finite = scale.isfinite()
-    x = torch.where(finite & (scale > 0), values.abs().div_(scale), 0.0).view(torch.int32)
+    x = values.abs().div_(scale).masked_fill_(~finite | (scale == 0), 0.0).view(torch.int32)
     exponent = x >> _FRACTION_BITS
     dropped = torch.full_like(x, _FRACTION_BITS - 4)
     code = torch.full_like(x, grid.highest - (_ONE << 4))
@@ -112,8 +112,11 @@ def encode(values: Tensor, scales: Tensor, grid: Grid, bits: Tensor | None) -> T
         dropped += smaller
         code += smaller * (_ONE - end << kept)
     # 16 bits as the middles of 65536 equal parts of the last bit that stays; carrying into the exponent is right
-    half = torch.ones_like(x) << dropped - 1 if bits is None else ((bits & 0xFFFF).int() * 2 + 1) << dropped - 17
-    code += (x + half) >> dropped
+    if bits is None:
+        x += torch.ones_like(x) << dropped - 1
+    else:
+        x += (bits & 0xFFFF).int().mul_(2).add_(1) << dropped - 17
+    code += x >> dropped
     code = torch.maximum(code, torch.zeros_like(x) if grid.signed else (values != 0).int())
     if grid.signed:
         code |= torch.signbit(values).int() << 7
