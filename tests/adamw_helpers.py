@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from heavylift.config.schema import StateFormat
 from heavylift.offload import native
+from heavylift.offload.noise import noise_of
+from heavylift.offload.quantised import EXP_AVG, EXP_AVG_SQ, block_scales, encode
 from heavylift.offload.tensors import StepTensors
 
 SPECIALS = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 1.2e-38, 3e38, -3e38, 1e20, 1e-20, 1.0, -1.0)
@@ -60,6 +63,15 @@ def with_output(state: list[Tensor], out_dtype: torch.dtype | None) -> StepTenso
     """Copies of a state, and a place for the parameters (None: nobody wants them)."""
     out = None if out_dtype is None else torch.full_like(state[0], 7, dtype=out_dtype)
     return StepTensors(*(t.clone() for t in state), out)
+
+
+def coded(state: list[Tensor], out_dtype: torch.dtype, first: int = 0, name: str = "weight") -> StepTensors:
+    """Copies of a state with its moments in 8 bits, and a place for the parameters."""
+    master, exp_avg, exp_avg_sq, grad = (t.clone() for t in state)
+    scales = block_scales(exp_avg), block_scales(exp_avg_sq)
+    codes = encode(exp_avg, scales[0], EXP_AVG, None), encode(exp_avg_sq, scales[1], EXP_AVG_SQ, None)
+    out, noise = torch.zeros(master.numel(), dtype=out_dtype), noise_of(name, 5, first)
+    return StepTensors(master, *codes, grad, out, StateFormat.INT8, noise, scales)
 
 
 def bits(tensor: Tensor) -> Tensor:

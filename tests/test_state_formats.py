@@ -26,7 +26,7 @@ from ranks.models import VOCAB, save_odd_llama
 from ranks.plain import make_steps
 from ranks.pool import run_on_ranks
 from ranks.schedules import Difference, Disturbance, compare, observe, run, same_bits
-from ranks.sharded import Setup, build, take_step
+from ranks.sharded import Setup, build, losses_job, take_step
 from torch import Tensor, nn
 
 from heavylift.config.schema import EngineConfig, Schedule, StateFormat, Tier
@@ -277,19 +277,12 @@ def test_an_element_has_its_number_on_any_number_of_ranks(odd_llama: Path) -> No
     assert all(rank["model.embed_tokens.weight"][1] > 0 for rank in ranks)
 
 
-def losses_job(folder: Path, setup: Setup, num_steps: int) -> list[float]:
-    """Losses over the same few batches again and again."""
-    engine = build(folder, setup)
-    losses = [take_step(engine, STEPS[step % 3]).loss for step in range(num_steps)]
-    engine.optimizer.close()
-    return losses
-
-
 def test_bf16_moments_train_as_well(odd_llama: Path) -> None:
     """Overfitting three batches: the losses end within a few percent of those with float32 states."""
     setup = Setup(lr=3e-3, clip=1.0)
     exact, rounded = (
-        run_on_ranks(1, losses_job, odd_llama, replace(setup, state_format=name), 90)[0] for name in ("fp32", "bf16")
+        run_on_ranks(1, losses_job, odd_llama, replace(setup, state_format=name), STEPS[:3], 90)[0]
+        for name in ("fp32", "bf16")
     )
     assert exact[-1] < 0.7 * exact[0]
     assert rounded[-3:] == pytest.approx(exact[-3:], rel=0.03)

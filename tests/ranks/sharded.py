@@ -107,3 +107,11 @@ def train_job(folder: Path, setup: Setup, steps: Sequence[Rows]) -> Trajectory |
     if dist.get_rank() != 0:
         return None
     return Trajectory([r.loss for r in results], [r.grad_norm for r in results], weights)
+
+
+def losses_job(folder: Path, setup: Setup, steps: Sequence[Rows], num_steps: int) -> list[float]:
+    """Losses over the same few batches again and again."""
+    engine = build(folder, setup)
+    losses = [take_step(engine, steps[step % len(steps)]).loss for step in range(num_steps)]
+    engine.optimizer.close()
+    return losses
