@@ -218,6 +218,8 @@ def batch_sizes_job() -> dict[str, Any]:
     messages.append(message_of(engine.step))
     single, *_ = heavylift.initialize(model=make_branches(), config=ds_config(Case("branches", 3, "cpu"), 2))
     messages.append(message_of(lambda: single.set_train_batch_size(64)))
+    messages.append(message_of(lambda: single.set_train_batch_size("64")))  # type: ignore[arg-type]
+    messages.append(message_of(lambda: single.deepspeed_io(Numbers(), collate_fn=5)))
     with pytest.raises(AttributeError, match="neither the engine nor its module"):
         engine.nonsense  # noqa: B018
     getters = (
@@ -231,7 +233,26 @@ def batch_sizes_job() -> dict[str, Any]:
     for each in (engine, single):
         each.destroy()
         each.destroy()
+    for action in (
+        lambda: single(*rows(2)),
+        lambda: single.save_checkpoint("never"),
+        lambda: single.load_checkpoint("no"),
+    ):
+        messages.append(message_of(action))
     return {"sizes": sizes, "messages": messages, "getters": getters}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dist_backend": "foo"}, "dist_backend= should be nccl or gloo, or leave it out, got 'foo'"),
+        ({"timeout": 5}, "timeout= should be a datetime.timedelta, got 5"),
+        ({"rank": 2, "world_size": 2}, "rank= should be below world_size=2, got 2"),
+    ],
+)
+def test_init_distributed_checks_what_it_is_given(given: dict[str, Any], said: str) -> None:
+    assert message_of(lambda: heavylift.init_distributed(**given)) == f"init_distributed: {said}"
+    assert not dist.is_initialized()
 
 
 def backward_twice_job() -> tuple[str, str]:
@@ -262,6 +283,9 @@ def test_batch_sizes_and_calls_that_come_wrong() -> None:
         "the loss should be one number, got shape (2,)",
         "no backward since the last step",
         "this engine was made for one; start with gradient_accumulation_steps above 1",
+        "set_train_batch_size: expected a whole number from 1 on, got '64'",
+        "collate_fn= should be a function of a list of rows, got 5",
+        *["engine: destroy() has ended it; make a new one with initialize()"] * 3,
     ]
     for message, part in zip(result["messages"], expected, strict=True):
         assert part in message and "\n" not in message

@@ -338,6 +338,8 @@ def test_what_is_refused() -> None:
         zero.TiledLinear(4, 4)
     with pytest.raises(UserError, match='remote_device "nvme"'):
         zero.Init(remote_device="nvme")
+    with pytest.raises(UserError, match="^zero.Init: dtype= should be a dtype such as torch.bfloat16, got 'bf16'$"):
+        zero.Init(dtype="bf16")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"modifier_rank should be one of the 1 ranks \(from 0\), got 1"):
         zero.GatheredParameters([], modifier_rank=1)
     with pytest.raises(UserError, match="expected parameters or a module, got str"):

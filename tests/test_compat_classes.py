@@ -155,7 +155,7 @@ def test_an_engine_by_deepspeeds_names(kind: str, offloaded: bool) -> None:
     table = page.partition("## The engine")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(\w+)(?:\(\))?`", table.partition("The engine's `optimizer` is")[0]))
     own = "broken_by check_whole forward_method has_unreduced_gradients needs_optimizer optimizer_settle recovering "
-    own += "tell_scale scalars"  # the engine's parts use them among themselves
+    own += "tell_scale scalars check_alive is_destroyed"  # the engine's parts use them among themselves
     assert first["names"] - first["torch's names"] - set(own.split()) - named == set()
     assert named - first["names"] == {"module", "train", "eval"}  # a child, and methods of torch
 

@@ -45,6 +45,8 @@ class EngineDataLoader:
         seed: int = 0,
     ) -> None:
         """`batch_size`: rows per rank. An iterable dataset deals out its own rows: each rank should see others."""
+        if collate_fn is not None and not callable(collate_fn):
+            raise UserError(f"collate_fn= should be a function of a list of rows, got {shown(collate_fn)}")
         self.batch_size = batch_size
         self.epoch = -1
         """Passes begun, less one: the seed of the next pass's order."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from heavylift.config.words import shown
 from heavylift.errors import UserError
 from heavylift.ranks import COLLECTIVE_TIMEOUT, Ranks
 
@@ -51,6 +52,7 @@ def init_distributed(
         return
     if dist_init_required is False:
         raise UserError("init_distributed: dist_init_required is false, but torch.distributed is not initialised")
+    _check_arguments(dist_backend, timeout, rank, world_size)
     if rank >= 0 and world_size > 0:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     if auto_mpi_discovery:
@@ -75,6 +77,19 @@ def init_distributed(
         dist.init_process_group(backend, **more)
     if verbose and ranks.rank == 0:
         logger.info("torch.distributed: %d ranks, %s", ranks.world_size, backend)
+
+
+def _check_arguments(dist_backend: Any, timeout: Any, rank: int, world_size: int) -> None:
+    known = dist.Backend.backend_list
+    parts = [] if dist_backend is None else [part.rpartition(":")[2] for part in str(dist_backend).lower().split(",")]
+    if not all(part in known for part in parts):
+        raise UserError(
+            f"init_distributed: dist_backend= should be nccl or gloo, or leave it out, got {shown(dist_backend)}"
+        )
+    if not isinstance(timeout, timedelta):
+        raise UserError(f"init_distributed: timeout= should be a datetime.timedelta, got {shown(timeout)}")
+    if world_size > 0 and rank >= world_size:
+        raise UserError(f"init_distributed: rank= should be below world_size={world_size}, got {rank}")
 
 
 def discover_ranks() -> None:

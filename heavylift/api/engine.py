@@ -30,6 +30,7 @@ class Engine(EngineSteps, EngineInfo, EngineCheckpoint):
 
     def destroy(self) -> None:
         """Ends the optimizer's threads and frees its memory; the engine cannot train afterwards. Twice is fine."""
+        self.is_destroyed = True
         self._presence.close()
         self._loss_source.close()
         self._read_hook.remove()

@@ -49,6 +49,7 @@ class EngineCheckpoint(EngineState):
         `client_state`: the script's own numbers, text, tensors, lists and dictionaries; rank 0's are saved. Raises
         UserError for others, for tags that differ between ranks, and for a disk that refuses.
         """
+        self.check_alive()
         folder = checkpoint.as_folder("save_checkpoint", save_dir)
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
         checkpoint.await_all_ranks("save_checkpoint", self._cpu_group, ARRIVAL_TIMEOUT)
@@ -106,6 +107,7 @@ class EngineCheckpoint(EngineState):
         (None, {}) where nothing was saved in `load_dir` yet. `load_module_only`: the weights alone. Raises UserError
         for a tag that is not there, weights of another model (with `load_module_strict`), and damaged files.
         """
+        self.check_alive()
         if custom_load_fn is not None:
             raise UserError("load_checkpoint: custom_load_fn is not supported; load into engine.module yourself")
         path = checkpoint.find(checkpoint.as_folder("load_checkpoint", load_dir), tag)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from heavylift.api.process_groups import get_data_parallel_group
 from heavylift.config.deepspeed.settings import BatchSizes, Precision
 from heavylift.config.deepspeed.zero import OffloadOptimizer
 from heavylift.config.schema import Tier
+from heavylift.config.words import shown
 from heavylift.errors import UserError
 from heavylift.offload.optimizer import TieredAdamW
 
@@ -46,8 +48,9 @@ class EngineInfo(EngineState):
         Raises UserError when it is not a whole number of micro-batches, or when the engine was made for one
         micro-batch per step and cannot add gradients up.
         """
+        _check_size("set_train_batch_size", train_batch_size)
         rows = self._batch.micro_batch * self.world_size
-        if train_batch_size <= 0 or train_batch_size % rows:
+        if train_batch_size % rows:
             raise UserError(
                 f"set_train_batch_size: {train_batch_size} is not a multiple of micro-batch x ranks = "
                 f"{self._batch.micro_batch} x {self.world_size} = {rows}"
@@ -62,8 +65,7 @@ class EngineInfo(EngineState):
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the rows per micro-batch; the micro-batches per step stay. Raises UserError for less than 1."""
-        if micro_batch_size < 1:
-            raise UserError(f"set_train_micro_batch_size: expected at least 1, got {micro_batch_size}")
+        _check_size("set_train_micro_batch_size", micro_batch_size)
         accumulation = self._batch.accumulation
         train_batch = micro_batch_size * accumulation * self.world_size
         self._batch = BatchSizes(train_batch, micro_batch_size, accumulation)
@@ -213,3 +215,8 @@ class EngineInfo(EngineState):
     def dump_state(self) -> bool:
         """Whether the engine's state is printed at the start."""
         return self.settings.dump_state
+
+
+def _check_size(what: str, size: Any) -> None:
+    if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+        raise UserError(f"{what}: expected a whole number from 1 on, got {shown(size)}")

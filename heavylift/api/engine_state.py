@@ -62,6 +62,7 @@ class EngineState(nn.Module):
         """Optimizer steps that were skipped because a gradient was not finite."""
         self.broken_by: str | None = None
         """What an exception has interrupted, where training cannot go on after it."""
+        self.is_destroyed = False
         self._sharded = sharded
         self._ranks = ranks
         self._batch = settings.batch
@@ -134,12 +135,18 @@ class EngineState(nn.Module):
         return False
 
     def check_whole(self) -> None:
-        """Raises UserError where an exception has left the training state uncertain."""
+        """Raises UserError where an exception has left the training state uncertain, and after `destroy`."""
+        self.check_alive()
         if self.broken_by is not None:
             raise UserError(
                 f"engine: it cannot go on after an exception in {self.broken_by}: gradients or parameters of that step "
                 "are incomplete; make a new engine, and load a checkpoint"
             )
+
+    def check_alive(self) -> None:
+        """Raises UserError after `destroy`."""
+        if self.is_destroyed:
+            raise UserError("engine: destroy() has ended it; make a new one with initialize()")
 
     def needs_optimizer(self, what: str) -> StepOptimizer:
         """The optimizer. Raises UserError where there is none."""

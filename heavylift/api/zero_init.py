@@ -27,6 +27,7 @@ from torch import nn
 
 from heavylift.api.distributed import init_distributed
 from heavylift.api.partition import cast, close_from, find_partition, open_whole, track
+from heavylift.config.words import shown
 from heavylift.errors import UserError
 
 OPEN_BYTES = 2**30
@@ -69,6 +70,8 @@ class Init:
     ) -> None:
         if remote_device == "nvme":
             raise UserError('zero.Init: remote_device "nvme" is not supported; parameters stay in memory, use "cpu"')
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise UserError(f"zero.Init: dtype= should be a dtype such as torch.bfloat16, got {shown(dtype)}")
         self._enabled = enabled
         self._dtype = dtype
         self._open: OrderedDict[int, nn.Parameter] = OrderedDict()
