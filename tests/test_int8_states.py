@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -250,3 +253,23 @@ def test_schedules_that_may_have_to_revise_are_refused(schedule: str) -> None:
         replace(INT8, tier=Tier.HOST, schedule=Schedule(schedule))
     with pytest.raises(ValueError, match=f"{schedule} has taken too early cannot be taken back with state_format int8"):
         EngineConfig(schedule=Schedule(schedule), state_format=StateFormat.INT8)
+
+
+@pytest.mark.soak
+def test_the_recipe_key(write_recipe: Callable[..., Path], run_heavylift: Callable[..., Any], tmp_path: Path) -> None:
+    """Two processes, either tier, either dtype: it trains, and the tier does not show."""
+    for dtype in ("float32", "bfloat16"):
+        losses = []
+        for tier in ("host", "device"):
+            output_dir = tmp_path / f"{dtype}-{tier}"
+            recipe = write_recipe(
+                model={"dtype": dtype},
+                engine={"state_format": "int8", "offload_optimizer": tier},
+                train={"output_dir": str(output_dir), "max_steps": 3, "learning_rate": 0.01},
+                launch={"nproc": 2},
+            )
+            done = run_heavylift("train", recipe)
+            assert done.rc == 0, done.stderr
+            rows = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
+            losses.append([row["loss"] for row in rows if "loss" in row])
+        assert len(losses[0]) >= 3 and losses[0] == losses[1] and losses[0][-1] < losses[0][0]
