@@ -1,5 +1,7 @@
-"""Bad input that only the model, the tokenizer or the disk can show, through the real command: exit code 2, one line
-per problem, no traceback, nothing left behind."""
+"""Bad input that only the model, the tokenizer or the disk can show: one line per problem, nothing left behind.
+
+Where it ends the whole command: exit code 2, no traceback.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +12,44 @@ from pathlib import Path
 
 import pytest
 from conftest import Finished, command_env, heavylift_command
+from ranks.pool import run_on_ranks
+
+from heavylift.config.preflight import check
+from heavylift.config.recipe import load_recipe
+from heavylift.errors import UserError
 
 Write = Callable[..., Path]
 Run = Callable[..., Finished]
+Refused = Callable[[Path], list[str]]
 
 
 @pytest.fixture
-def refused(run_heavylift: Run, tmp_path: Path) -> Callable[..., list[str]]:
-    """`refused(recipe, *overrides)` runs `heavylift train`, checks how it ends and returns its error lines."""
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """`refused(recipe)` sets the run up on the recipe's ranks, as the command's workers do; returns what is said."""
 
-    def run(recipe: Path, *overrides: str) -> list[str]:
+    def run(recipe: Path) -> list[str]:
         before = {path for path in tmp_path.rglob("*")}
-        done = run_heavylift("train", recipe, *overrides, env={"XDG_CACHE_HOME": str(tmp_path.parent / "cache")})
-        assert done.rc == 2, done.stderr
-        assert "Traceback" not in done.stdout + done.stderr
-        assert done.errors and all(line.startswith("error: ") for line in done.stderr.strip().splitlines()), done.stderr
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / "cache"))
+        nproc = load_recipe(recipe).launch.nproc
+        assert isinstance(nproc, int)
+        check(load_recipe(recipe), nproc=nproc)  # the command's own process finds nothing
+        problems, *others = run_on_ranks(nproc, set_up_job, recipe, tmp_path.parent / "cache")
+        assert all(other == problems for other in others)
         assert {path for path in tmp_path.rglob("*")} == before
-        return done.errors
+        return problems
 
     return run
+
+
+def set_up_job(recipe: Path, cache: Path) -> list[str]:
+    """What keeps the run from being set up."""
+    from heavylift.train import setup
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as caught:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setattr(setup, "start_process_group", lambda ranks: None)  # the pool has one
+        setup.set_up(load_recipe(recipe))
+    return list(caught.value.problems)
 
 
 def change_config(folder: Path, **values: object) -> None:
@@ -45,13 +66,13 @@ def change_weights(folder: Path, change: Callable[[dict], None]) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def test_a_sample_longer_than_the_model_allows(refused: Callable, write_recipe: Write, tiny_llama_copy: Path) -> None:
+def test_a_sample_longer_than_the_model_allows(refused: Refused, write_recipe: Write, tiny_llama_copy: Path) -> None:
     change_config(tiny_llama_copy, max_position_embeddings=24)
     lines = refused(write_recipe(model={"model_name_or_path": str(tiny_llama_copy)}))
     assert "chat.jsonl:1" in lines[0] and "24" in lines[0] and "data.overlong" in lines[0]
 
 
-def test_missing_tensor(refused: Callable, write_recipe: Write, tiny_llama_copy: Path) -> None:
+def test_missing_tensor(refused: Refused, write_recipe: Write, tiny_llama_copy: Path) -> None:
     def drop(tensors: dict) -> None:
         del tensors["model.layers.1.mlp.up_proj.weight"]
         del tensors["lm_head.weight"]  # the config says that it is not tied
@@ -64,21 +85,30 @@ def test_missing_tensor(refused: Callable, write_recipe: Write, tiny_llama_copy:
 
 
 def test_more_layers_in_the_weights_than_in_the_config(
-    refused: Callable, write_recipe: Write, tiny_llama_copy: Path
+    refused: Refused, write_recipe: Write, tiny_llama_copy: Path
 ) -> None:
     change_config(tiny_llama_copy, num_hidden_layers=1)
     [line] = refused(write_recipe(model={"model_name_or_path": str(tiny_llama_copy)}))
     assert "9 tensors have no place in the model of config.json, the first is model.layers.1." in line
 
 
-def test_wrong_shape_told_once_by_two_ranks(refused: Callable, write_recipe: Write, tiny_llama_copy: Path) -> None:
+def test_wrong_shape_told_once_by_two_ranks(
+    run_heavylift: Run, write_recipe: Write, tiny_llama_copy: Path, tmp_path: Path
+) -> None:
+    """Through the command: exit code 2, one line per problem whatever the number of ranks, nothing left behind."""
     change_config(tiny_llama_copy, intermediate_size=60)
-    lines = refused(write_recipe(model={"model_name_or_path": str(tiny_llama_copy)}, launch={"nproc": 2}))
-    assert len(lines) == 6  # gate, up and down of two layers
-    assert "gate_proj.weight has shape (64, 32), config.json asks for (60, 32)" in lines[0]
+    recipe = write_recipe(model={"model_name_or_path": str(tiny_llama_copy)}, launch={"nproc": 2})
+    before = {path for path in tmp_path.rglob("*")}
+    done = run_heavylift("train", recipe, env={"XDG_CACHE_HOME": str(tmp_path.parent / "cache")})
+    assert done.rc == 2, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert all(line.startswith("error: ") for line in done.stderr.strip().splitlines()), done.stderr
+    assert {path for path in tmp_path.rglob("*")} == before
+    assert len(done.errors) == 6  # gate, up and down of two layers
+    assert "gate_proj.weight has shape (64, 32), config.json asks for (60, 32)" in done.errors[0]
 
 
-def test_tokenizer_larger_than_the_embedding(refused: Callable, write_recipe: Write, tiny_llama_copy: Path) -> None:
+def test_tokenizer_larger_than_the_embedding(refused: Refused, write_recipe: Write, tiny_llama_copy: Path) -> None:
     change_config(tiny_llama_copy, vocab_size=50)
 
     def cut(tensors: dict) -> None:
@@ -90,17 +120,17 @@ def test_tokenizer_larger_than_the_embedding(refused: Callable, write_recipe: Wr
     assert "only 50 rows" in line and "model.tokenizer_name_or_path" in line
 
 
-def test_freeze_pattern_that_matches_nothing(refused: Callable, write_recipe: Write) -> None:
+def test_freeze_pattern_that_matches_nothing(refused: Refused, write_recipe: Write) -> None:
     (line,) = refused(write_recipe(model={"freeze": ["model.layers.*", "transformer.h.*"]}))
     assert line.startswith("model.freeze: 'transformer.h.*' matches no parameter")
 
 
-def test_everything_frozen(refused: Callable, write_recipe: Write) -> None:
+def test_everything_frozen(refused: Refused, write_recipe: Write) -> None:
     (line,) = refused(write_recipe(model={"freeze": ["*"]}, launch={"nproc": 2}))
     assert line == "model.freeze: every parameter is frozen; nothing is left to train"
 
 
-def test_config_of_no_causal_model(refused: Callable, write_recipe: Write, tiny_llama_copy: Path) -> None:
+def test_config_of_no_causal_model(refused: Refused, write_recipe: Write, tiny_llama_copy: Path) -> None:
     change_config(tiny_llama_copy, model_type="vit", architectures=["ViTModel"])
     (line,) = refused(write_recipe(model={"model_name_or_path": str(tiny_llama_copy)}))
     assert str(tiny_llama_copy) in line
@@ -121,11 +151,14 @@ def run_with_file_limit(limit_kib: int, recipe: Path, *overrides: str) -> Finish
 @pytest.mark.parametrize(
     ("nproc", "limit_kib", "export", "what"),
     [
-        (2, 100, {"dtype": "float32"}, "model.safetensors"),
-        (1, 16, {"dtype": "float32", "max_shard_size": "5KB"}, "model-00001-of-"),
-        (1, 48, {"dtype": "bfloat16", "max_shard_size": "30KB"}, "tokenizer"),
+        pytest.param(2, 100, {"dtype": "float32"}, "model.safetensors", id="weights"),
+        pytest.param(
+            *(1, 16, {"dtype": "float32", "max_shard_size": "5KB"}, "model-00001-of-"),
+            id="first_of_many",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(1, 48, {"dtype": "bfloat16", "max_shard_size": "30KB"}, "tokenizer", id="tokenizer"),
     ],
-    ids=["weights", "first_of_many", "tokenizer"],
 )
 def test_disk_full_while_saving(
     nproc: int, limit_kib: int, export: dict, what: str, write_recipe: Write, tmp_path: Path, tiny_llama_copy: Path

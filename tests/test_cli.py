@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from conftest import Finished, command_env, heavylift_command
+from typer.testing import CliRunner
+
+from heavylift.cli.main import app
 
 Run = Callable[..., Finished]
 
@@ -70,15 +73,22 @@ def test_generate_is_the_models_greedy_answer(run_heavylift: Run, tiny_llama_dir
     assert ended.stderr == ""
 
 
+def generate(*args: str | Path) -> Finished:
+    """The command in this process, where torch is loaded."""
+    done = CliRunner().invoke(app, ["generate", *map(str, args)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return Finished(done.exit_code, done.stdout, done.stderr)
+
+
 def test_generate_with_another_template_and_tokenizer_folder(
-    run_heavylift: Run, tiny_llama_copy: Path, tiny_llama_dir: Path, tmp_path: Path
+    tiny_llama_copy: Path, tiny_llama_dir: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "plain.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tiny_llama_copy / name).unlink()
-    args = ["generate", tiny_llama_copy, "Tide?", "--max-new-tokens", "5", "--tokenizer", tiny_llama_dir]
-    own = run_heavylift(*args)
-    other = run_heavylift(*args, "--chat-template", tmp_path / "plain.jinja")
+    args = [tiny_llama_copy, "Tide?", "--max-new-tokens", "5", "--tokenizer", tiny_llama_dir]
+    own = generate(*args)
+    other = generate(*args, "--chat-template", tmp_path / "plain.jinja")
     assert own.rc == other.rc == 0, own.stderr + other.stderr
     assert own.stdout != other.stdout
 
@@ -98,14 +108,14 @@ def test_generate_with_a_damaged_folder(run_heavylift: Run, tiny_llama_copy: Pat
     assert "Traceback" not in ended.stderr
 
 
-def test_generate_refuses_random_weights(run_heavylift: Run, tiny_llama_copy: Path) -> None:
+def test_generate_refuses_random_weights(tiny_llama_copy: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     weights = tiny_llama_copy / "model.safetensors"
     tensors = load_file(weights)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, weights, metadata={"format": "pt"})
-    ended = run_heavylift("generate", tiny_llama_copy, "Tide?")
+    ended = generate(tiny_llama_copy, "Tide?")
     assert ended.rc == 2 and "model.layers.1.mlp.up_proj.weight" in ended.errors[-1]
 
 

@@ -40,8 +40,6 @@ if how == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "crash" and rank == 1:
     raise RuntimeError("boom in rank 1")
-if how == "exit7" and rank == 1:
-    sys.exit(7)
 if how != "ok":
     time.sleep(300)
 dist.destroy_process_group()
@@ -109,7 +107,6 @@ def test_user_error_keeps_its_code_and_its_one_line(launch: Launch) -> None:
     [
         ("killed", 137, "error: rank 1 of 2 was killed (SIGKILL)"),
         ("crash", 1, "error: rank 1 of 2 failed with exit code 1; its message is above"),
-        ("exit7", 7, "error: rank 1 of 2 failed with exit code 7; its message is above"),
     ],
 )
 def test_a_dead_rank_ends_the_others_and_is_named(launch: Launch, tmp_path: Path, how: str, rc: int, said: str) -> None:
@@ -122,8 +119,9 @@ def test_a_dead_rank_ends_the_others_and_is_named(launch: Launch, tmp_path: Path
     assert gone([note[0] for note in notes(tmp_path)], within_s=30)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_ends_all_workers(launch: Launch, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_to_the_launcher_ends_all_workers(launch: Launch, tmp_path: Path) -> None:
+    """As the other signals do, SIGKILL too, for the ranks of a script: the same code (`test_launch_script.py`)."""
+    number = signal.SIGINT
     process = launch("sleep")
     pids = wait_for_workers(tmp_path)
     process.send_signal(number)
@@ -132,13 +130,6 @@ def test_a_signal_to_the_launcher_ends_all_workers(launch: Launch, tmp_path: Pat
     assert stderr == f"ended by {number.name}; the workers are stopped\n"
     assert gone(pids, within_s=30)
     assert list((tmp_path / "tmp").iterdir()) == []
-
-
-def test_workers_do_not_outlive_a_killed_launcher(launch: Launch, tmp_path: Path) -> None:
-    process = launch("sleep")
-    pids = wait_for_workers(tmp_path)
-    process.kill()
-    assert gone(pids, within_s=30)
 
 
 def test_under_torchrun_each_rank_works_in_place(tmp_path: Path) -> None:

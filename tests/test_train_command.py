@@ -135,8 +135,7 @@ def test_the_model_opens_in_transformers(
     chat = [{"role": "user", "content": "Lamp?"}]
     original = AutoTokenizer.from_pretrained(tiny_llama_dir)
     assert tokenizer.apply_chat_template(chat) == original.apply_chat_template(chat)
-    done = run_heavylift(
-        "train", write(folder, "next", first[0] / "model", folder / "chat.jsonl", train={"max_steps": 1})
-    )
+    more = {"train": {"max_steps": 1}, "launch": {"nproc": 1}}
+    done = run_heavylift("train", write(folder, "next", first[0] / "model", folder / "chat.jsonl", **more))
     assert done.rc == 0, done.stderr
     assert losses(folder / "next")[0] < 0.9 * losses(first[0])[0], "training goes on from the exported weights"
