@@ -120,7 +120,7 @@ def test_who_waited_and_who_added_is_recorded(bench: Bench) -> None:
     assert sum(r.activity is Activity.ACCUMULATE for r in ranges) == 6
     slots = [r for r in ranges if r.activity is Activity.SLOT]
     assert slots and {(r.thread, r.label) for r in slots} == {(here, "group")}
-    waits = WaitWatch(worker).step(1, Schedule.DEFERRED, ranges, 0.0)
+    waits = WaitWatch((worker,)).step(1, Schedule.DEFERRED, ranges, 0.0)
     assert waits.slot_s == 0 and waits.drain_s >= sum(r.seconds for r in slots) > 0
     assert waits.hidden is not None and waits.hidden < 1 and waits.exposed_s <= waits.accumulate_s
 
@@ -154,7 +154,7 @@ def accumulated_job(folder: Path, setup: Setup, steps: list[Rows]) -> tuple[Tens
     tensors = local_tensors(engine)
     here = threading.get_native_id()
     added = [r for r in optimizer.timeline.take() if r.activity is Activity.ACCUMULATE]
-    lanes = ["here" if r.thread == here else "worker" for r in added if r.thread in (here, optimizer.worker_thread)]
+    lanes = ["here" if r.thread == here else "worker" for r in added if r.thread in (here, *optimizer.worker_threads)]
     optimizer.close()
     return tensors, norms, sorted(set(lanes))
 

@@ -21,7 +21,7 @@ from heavylift.train.trace import draw
 from heavylift.train.waits import WaitWatch, shared_seconds, waits_text
 
 ROOT = Path(__file__).parents[1]
-MAIN, WORKER = 11, 12
+MAIN, WORKER, BUS = 11, 12, 13
 
 
 def made(activity: Activity, start_s: float, stop_s: float, thread: int = WORKER, label: str = "g") -> Range:
@@ -97,7 +97,7 @@ def test_a_reader_s_stream_is_timed_by_the_device() -> None:
 
 class TestWaits:
     def test_hidden_is_the_share_of_work_that_nobody_waited_for(self) -> None:
-        watch = WaitWatch(WORKER)
+        watch = WaitWatch((WORKER,))
         ranges = [
             made(Activity.GRADIENT, 0, 10),  # no work, however long
             made(Activity.SLOT, 10, 11),
@@ -114,16 +114,26 @@ class TestWaits:
         assert waits_text(waits) == "offload: cpu 6.00s hidden 69% gate 5.50s"
 
     def test_work_that_ends_in_the_next_step_was_waited_for_in_this_one(self) -> None:
-        watch = WaitWatch(WORKER)
+        watch = WaitWatch((WORKER,))
         assert watch.step(1, Schedule.DEFERRED, [made(Activity.GATE, 5, 7, MAIN)], 0).hidden is None
         waits = watch.step(2, Schedule.DEFERRED, [made(Activity.ADAMW, 4, 8)], 0)
         assert (waits.exposed_s, waits.hidden) == (2, 0.5)
         assert watch.step(3, Schedule.DEFERRED, [made(Activity.ADAMW, 5, 7)], 0).hidden == 1, "long gone"
 
+    def test_two_threads_are_hidden_each_by_itself(self) -> None:
+        ranges = [
+            made(Activity.ADAMW, 0, 4),
+            made(Activity.STREAM, 1, 5, BUS),
+            made(Activity.GATE, 3, 5, MAIN),  # waits for 1 s of the one and 2 s of the other
+        ]
+        waits = WaitWatch((WORKER, BUS)).step(1, Schedule.DEFERRED, ranges, 0)
+        assert (waits.cpu_s, waits.stream_s, waits.exposed_s) == (4, 4, 3)
+        assert waits_text(waits) == "offload: cpu 4.00s bus 4.00s hidden 62% gate 2.00s"
+
     def test_work_in_the_training_thread_is_never_hidden(self) -> None:
         accumulated = [made(Activity.ACCUMULATE, 0, 1, MAIN), made(Activity.ADAMW, 2, 5)]
-        assert WaitWatch(WORKER).step(1, Schedule.DEFERRED, accumulated, 0).hidden == 0.75
-        assert WaitWatch(None).step(1, Schedule.SYNCHRONOUS, [made(Activity.ADAMW, 2, 5, MAIN)], 0).hidden == 0
+        assert WaitWatch((WORKER,)).step(1, Schedule.DEFERRED, accumulated, 0).hidden == 0.75
+        assert WaitWatch(()).step(1, Schedule.SYNCHRONOUS, [made(Activity.ADAMW, 2, 5, MAIN)], 0).hidden == 0
 
     def test_shared_seconds(self) -> None:
         ones = [made(Activity.ADAMW, 0, 2), made(Activity.ADAMW, 3, 4)]

@@ -115,7 +115,7 @@ def summary(result: dict[str, Any], path: Path) -> str:
     if offload is not None:
         hidden = "-" if offload["hidden"] is None else f"{offload['hidden']:.1%}"
         lines.append(
-            f"offload      cpu {offload['cpu_s']:.3f}s per step, hidden {hidden}, "
+            f"offload      cpu {offload['cpu_s']:.3f}s, bus {offload['stream_s']:.3f}s per step, hidden {hidden}, "
             f"gates {offload['gate_s'] + offload['drain_s']:.3f}s"
         )
     return "\n".join([*lines, f"written      {path}"])

@@ -265,6 +265,9 @@ class EngineConfig(Section):
     """How optimizer states are stored: `fp32` (12 bytes per parameter); `split` (10 bytes, the same results to the bit;
     needs bfloat16 parameters); `bf16` (8 bytes: moments in bfloat16, rounded stochastically); `int8` (6 bytes: moments
     in 8 bits with a scale per 256)."""
+    streamed_share: Annotated[Float, Field(ge=0, le=1)] = 0.0
+    """Share of the host's optimizer states that the GPU steps instead of the CPU: they travel over the bus and back,
+    while gradients stay on the GPU. The same results to the bit. Not with `state_format: int8`."""
     cpu_threads: Annotated[Int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
     """Threads per process of the CPU optimizer step. `auto`: the allowed cores over the processes of this machine."""
     native_kernel: bool = True
@@ -277,6 +280,11 @@ class EngineConfig(Section):
                 f"schedule: a step that {self.schedule} has taken too early cannot be taken back with state_format "
                 f"{self.state_format}; choose auto, deferred or synchronous"
             )
+        if self.state_format is StateFormat.INT8 and self.streamed_share > 0:
+            raise ValueError(
+                f"streamed_share: states in format int8 are not streamed, got {self.streamed_share:g}; set it to 0, or "
+                "state_format to fp32, split or bf16"
+            )
         return self
 
     @property
@@ -285,7 +293,7 @@ class EngineConfig(Section):
         if self.offload_optimizer is Tier.HOST:
             return []
         fields = type(self).model_fields
-        names = ("ratio", "schedule", "cpu_threads", "native_kernel")
+        names = ("ratio", "schedule", "streamed_share", "cpu_threads", "native_kernel")
         return [name for name in names if name in self.model_fields_set and getattr(self, name) != fields[name].default]
 
 

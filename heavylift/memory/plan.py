@@ -20,8 +20,9 @@ from heavylift.memory.peak import GroupLoad, find_peak
 from heavylift.offload.optimizer import NUM_STAGING_SLOTS, TieredOptions
 from heavylift.offload.overlap import kept_gradient_bytes
 from heavylift.offload.staging import StagingRing
-from heavylift.offload.states import part_layout
-from heavylift.offload.tiers import place, whole_pages
+from heavylift.offload.states import kept_dtypes, part_layout
+from heavylift.offload.streamed import slot_bytes
+from heavylift.offload.tiers import choose_streamed, place, whole_pages
 
 GIB = 2**30
 
@@ -44,6 +45,8 @@ class MemoryPlan:
     """Staging between the tiers and layer inputs: host memory, page-locked when there is a GPU."""
     activation_bytes: int = 0
     """Activations at the worst moment, device; 0 where they are not known."""
+    slot_bytes: int = 0
+    """Room for states that pass through the device on their way, see `heavylift.offload.streamed`."""
     moment: str = ""
     """The worst moment of a step on the device."""
 
@@ -55,7 +58,7 @@ class MemoryPlan:
     @property
     def device_bytes(self) -> int:
         """All of the device tier at the worst moment."""
-        return self.param_bytes + self.device_state_bytes + self.step_bytes
+        return self.param_bytes + self.device_state_bytes + self.slot_bytes + self.step_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -78,6 +81,7 @@ class MemoryPlan:
             ("gradients", Tier.DEVICE, self.grad_bytes),
             ("gathered groups", Tier.DEVICE, self.gathered_bytes),
             ("activations", Tier.DEVICE, self.activation_bytes),
+            ("slots of streamed states", Tier.DEVICE, self.slot_bytes),
             ("optimizer states", Tier.HOST, self.host_state_bytes),
             ("staging", Tier.HOST, self.pinned_bytes),
         ]
@@ -101,14 +105,19 @@ def make_plan(
     trained = [load for load in loads if load.shard_numel > 0]
     numels = [load.shard_numel for load in trained]
     device_numels = place(numels, options.ratio, options.tier)
-    host_numels = [n - d for n, d in zip(numels, device_numels, strict=True) if n > d]
-    device_state_bytes, host_state_bytes = _state_bytes(trained, device_numels, options)
+    host_numels = [n - d for n, d in zip(numels, device_numels, strict=True)]
+    chosen = choose_streamed(host_numels, options.streamed_share)
+    by_cpu = [n for n, on_bus in zip(host_numels, chosen, strict=True) if n and not on_bus]
+    streamed = [n for n, on_bus in zip(host_numels, chosen, strict=True) if n and on_bus]
+    device_state_bytes, host_state_bytes = _state_bytes(trained, device_numels, chosen, options)
     pinned_bytes = sum(load.host_bytes for load in loads)
-    if host_numels:
+    # gradients that are added up come down for streamed parts too
+    staged = [*by_cpu, *streamed] if options.accumulate else by_cpu
+    if staged:
         grad_dtype = options.staging_grad_dtype(dtype)
-        pinned_bytes += whole_pages(StagingRing.num_bytes(NUM_STAGING_SLOTS, max(host_numels), dtype, grad_dtype))
-    if host_numels and options.keeps_gradients:
-        pinned_bytes += whole_pages(kept_gradient_bytes(host_numels, dtype, len(numels)))
+        pinned_bytes += whole_pages(StagingRing.num_bytes(NUM_STAGING_SLOTS, max(staged), dtype, grad_dtype))
+    if any(host_numels) and options.keeps_gradients:
+        pinned_bytes += whole_pages(kept_gradient_bytes(by_cpu, dtype, len(numels)))
     peak = find_peak(
         loads,
         itemsize=dtype.itemsize,
@@ -123,16 +132,20 @@ def make_plan(
         device_state_bytes=device_state_bytes,
         gathered_bytes=peak.gathered_bytes,
         host_state_bytes=host_state_bytes,
+        slot_bytes=slot_bytes(streamed, kept_dtypes(options.accumulate, options.state_format)),
         pinned_bytes=pinned_bytes,
         activation_bytes=peak.activation_bytes,
         moment=peak.moment,
     )
 
 
-def _state_bytes(loads: Sequence[GroupLoad], device_numels: Sequence[int], options: TieredOptions) -> tuple[int, int]:
-    """Optimizer states and accumulators on the device and on the host, of groups cut there."""
-    on_device = on_host = 0
-    for load, cut in zip(loads, device_numels, strict=True):
+def _state_bytes(
+    loads: Sequence[GroupLoad], device_numels: Sequence[int], streamed: Sequence[bool], options: TieredOptions
+) -> tuple[int, int]:
+    """Optimizer states and accumulators on the device and on the host, of groups cut there: on the host in one slab for
+    those that are streamed and one for the others."""
+    on_device, on_host = 0, {False: 0, True: 0}
+    for load, cut, on_bus in zip(loads, device_numels, streamed, strict=True):
         numels = load.segment_numels or (load.shard_numel,)
         assert sum(numels) == load.shard_numel, f"{load.name}: {numels=} {load.shard_numel=}"
         front, rest = (
@@ -140,8 +153,8 @@ def _state_bytes(loads: Sequence[GroupLoad], device_numels: Sequence[int], optio
             for start, stop in ((0, cut), (cut, load.shard_numel))
         )
         on_device += front.device_bytes
-        on_host += rest.host_bytes
-    return on_device, whole_pages(on_host) if on_host else 0
+        on_host[on_bus] += rest.host_bytes
+    return on_device, sum(whole_pages(num_bytes) for num_bytes in on_host.values() if num_bytes)
 
 
 def check_plan(

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from heavylift.config.schema import Tier
 from heavylift.offload.groups import Group, Segment
 from heavylift.offload.optimizer import TieredAdamW
 from heavylift.offload.states import STATE_NAMES, Part
@@ -129,6 +128,7 @@ class ParamStates:
             accumulation.settle()
             for part, where, inside in self._overlaps():
                 assert part.accumulator is not None
+                part.wait_until_home()
                 part.accumulator[where].copy_(values[inside])
             return
         grad = self.segment.grad()
@@ -144,6 +144,7 @@ class ParamStates:
         result = torch.zeros(self.segment.numel, dtype=torch.float32)
         for part, where, inside in self._overlaps():
             assert part.accumulator is not None
+            part.wait_until_home()
             result[inside] = part.accumulator[where].cpu()
         return result
 
@@ -155,7 +156,7 @@ class ParamStates:
             state.d2h_event.synchronize()
         result = torch.zeros(self.segment.numel, dtype=torch.float32)
         for part, where, inside in self._overlaps():
-            if part.tier is Tier.HOST:
+            if part in overlap._kept:
                 result[inside] = overlap._kept[part][where].float()
             else:
                 assert state.grads_device is not None
@@ -169,7 +170,7 @@ class ParamStates:
         if state.d2h_event is not None:
             state.d2h_event.synchronize()
         for part, where, inside in self._overlaps():
-            if part.tier is Tier.HOST:
+            if part in overlap._kept:
                 overlap._kept[part][where].copy_(values[inside])
             else:
                 assert state.grads_device is not None
@@ -178,7 +179,7 @@ class ParamStates:
         stepper = self.optimizer._stepper
         total = torch.zeros((), dtype=torch.float64)
         for part in self.parts:
-            if part.tier is Tier.HOST:
+            if part in overlap._kept:
                 total += stepper.host.sum_squares(overlap._kept[part]).cpu()
             else:
                 assert state.grads_device is not None

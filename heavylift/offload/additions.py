@@ -35,6 +35,8 @@ class _Piece:
 
     target: torch.Tensor
     staged: torch.Tensor
+    home_event: torch.cuda.Event | None
+    """Behind the copy home of zeros into a streamed part's `target`, if one has been under way."""
 
 
 @dataclass(eq=False)
@@ -63,10 +65,18 @@ class HostAdditions:
         self._copying: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
         """Gradients on the device that are being copied."""
 
-    def add(self, place: int, label: str, target: torch.Tensor, grad: torch.Tensor) -> None:
+    def add(
+        self,
+        place: int,
+        label: str,
+        target: torch.Tensor,
+        grad: torch.Tensor,
+        home_event: torch.cuda.Event | None = None,
+    ) -> None:
         """`target` += `grad`, by the worker, after all that was added before. Both flat and equally long.
 
         `grad` lies where the current stream has put it; it may be let go of at once. `place` and `label`: of its group.
+        `home_event`: of its part; what is behind it comes first.
         Raises RuntimeError when an earlier addition or step failed.
         """
         assert target.numel() == grad.numel(), f"{target.shape=} {grad.shape=}"
@@ -77,7 +87,7 @@ class HostAdditions:
             staged = slot.staging[slot.num_used : slot.num_used + room]
             self._copy(staged, grad[done : done + room])
             slot.sources.append(grad)
-            slot.pieces.append(_Piece(target[done : done + room], staged))
+            slot.pieces.append(_Piece(target[done : done + room], staged, home_event))
             slot.num_used += room
             done += room
             if slot.num_used == slot.staging.numel():
@@ -139,5 +149,7 @@ def _add_up(
             event.synchronize()
     with stepper.timeline.measure(Activity.ACCUMULATE, label):
         for piece in pieces:
+            if piece.home_event is not None:
+                piece.home_event.synchronize()
             stepper.host.accumulate(piece.target, piece.staged)
     gate.open(None)

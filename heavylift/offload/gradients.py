@@ -100,9 +100,10 @@ class GradientAccumulation:
             self._stepper.device.accumulate(part.accumulator[where], grad)
             return
         if self._additions is not None:
-            self._additions.add(group_index, part.group.name, part.accumulator[where], grad)
+            self._additions.add(group_index, part.group.name, part.accumulator[where], grad, part.home_event)
             return
         assert self._stepper.ring is not None
+        part.wait_until_home()
         with self._stepper.timeline.measure(Activity.ACCUMULATE, part.group.name):
             staged = self._stepper.ring.grads_host(grad.numel())
             staged.copy_(grad, non_blocking=True)
@@ -115,6 +116,7 @@ class GradientAccumulation:
         for parts in self._parts.values():
             for part in parts:
                 assert part.accumulator is not None
+                part.wait_until_home()
                 part.accumulator.zero_()
         self.with_grad.clear()
         self._reduced = None
@@ -151,6 +153,7 @@ def accumulated_sums(parts: Sequence[Sequence[Part]], stepper: PartStepper) -> t
     for index, group_parts in enumerate(parts):
         for part in group_parts:
             assert part.accumulator is not None
+            part.wait_until_home()
             kernel = stepper.host if part.tier is Tier.HOST else stepper.device
             sums[index] += kernel.sum_squares(part.accumulator).cpu()
     return sums

@@ -31,6 +31,7 @@ from heavylift.offload.staging import StagingRing
 from heavylift.offload.state_dict import load_optimizer_state, optimizer_state_dict
 from heavylift.offload.states import Part, allocate_parts
 from heavylift.offload.stepping import PartStepper, SegmentStep, Streams, on_stream, scaled
+from heavylift.offload.streamed import StreamedSteps
 from heavylift.offload.tiers import TierUsage, place
 from heavylift.offload.timeline import Activity, Timeline
 
@@ -58,6 +59,8 @@ class TieredOptions:
     """Use the compiled CPU kernel where it is there."""
     state_format: StateFormat = StateFormat.FP32
     """How master and moments are stored."""
+    streamed_share: float = 0.0
+    """With the host tier: share of its elements that the GPU steps, their states streamed over the bus and back."""
 
     def __post_init__(self) -> None:
         if self.schedule is Schedule.IMMEDIATE and self.max_grad_norm > 0:
@@ -69,6 +72,8 @@ class TieredOptions:
                 f"with state format {self.state_format} a step that schedule {self.schedule} has taken too early "
                 "cannot be taken back: choose auto, deferred or synchronous"
             )
+        if self.state_format is StateFormat.INT8 and self.streamed_share > 0:
+            raise ValueError(f"states in format int8 are not streamed: expected 0, got {self.streamed_share=}")
 
     @property
     def overlapped(self) -> bool:
@@ -148,9 +153,11 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         host, on_device = host_kernel(options.native, options.num_threads, options.cpu_ids), device_kernel(device)
         check_format(options.state_format, {group.dtype for group in self.groups})
         device_numels = place([g.numel for g in self.groups], options.ratio, options.tier)
-        self.parts, self._slab = allocate_parts(
-            self.groups, device_numels, options.accumulate, self.usage, options.state_format
+        self.parts, self._slabs = allocate_parts(
+            self.groups, device_numels, options.accumulate, self.usage, options.state_format, options.streamed_share
         )
+        streamed = [part for parts in self.parts for part in parts if part.streamed]
+        self._streamed = StreamedSteps(on_device, device, streamed, self.usage, self.timeline) if streamed else None
         self._stepper = PartStepper(host, on_device, self._allocate_ring(device), Streams(device), self.timeline)
         for group in self.groups:
             group.gate.observe(self.timeline, group.name)
@@ -169,6 +176,7 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
                 self.usage,
                 options.keeps_gradients,
                 options.max_grad_norm,
+                self._streamed,
             )
             if options.overlapped and self.groups
             else None
@@ -180,7 +188,10 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         self._follow_parameters()
 
     def _allocate_ring(self, device: torch.device) -> StagingRing | None:
-        numel = max((p.numel for parts in self.parts for p in parts if p.tier is Tier.HOST), default=0)
+        # gradients that are accumulated come down for streamed parts too
+        staged = self.options.accumulate
+        host_parts = [p for parts in self.parts for p in parts if p.tier is Tier.HOST and (staged or not p.streamed)]
+        numel = max((part.numel for part in host_parts), default=0)
         if numel == 0:
             return None
         dtypes = {group.dtype for group in self.groups}
@@ -235,6 +246,8 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         coefficient = self._take_norm(sums)
         if not self.skipped:
             self._stepper.streams.h2d_after_current()
+            if self._streamed is not None:
+                self._streamed.after_current()
             for group, parts in zip(self.groups, self.parts, strict=True):
                 steps = [self._begin_segment(s) for s in group.segments if s in active]
                 self._step_group_now(group, parts, scaled(steps, coefficient))
@@ -248,6 +261,12 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         for part in parts:
             if part.tier is Tier.DEVICE:
                 self._stepper.step_device_part(part, steps)
+                continue
+            if part.streamed:
+                assert self._streamed is not None
+                grads = None if part.accumulator is not None else group.grads()[part.start : part.stop]
+                group.gate.close()
+                self._streamed.run(part, steps, grads)
                 continue
             grads = part.accumulator if part.accumulator is not None else self._grads_to_host(part)
             group.gate.close()
@@ -374,7 +393,7 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
     def _begin_step(self) -> None:
         """Before anything of a step: the one before is whole, and the masters are those of the parameters."""
         if self._overlap is not None:
-            self._overlap.worker.drain()
+            self._overlap.drain()
             self._overlap.speculate_next = self._speculates()  # betas may have been edited
         self._follow_parameters()
 
@@ -413,9 +432,9 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         return Schedule.IMMEDIATE if self.options.schedule is Schedule.IMMEDIATE else Schedule.SPECULATIVE
 
     @property
-    def worker_thread(self) -> int | None:
-        """The operating system's id of the thread that steps the host tier; None where the caller's does."""
-        return None if self._overlap is None else self._overlap.worker.thread_id
+    def worker_threads(self) -> dict[int, str]:
+        """The operating system's ids of the threads that step the host tier, with names; none where the caller does."""
+        return {} if self._overlap is None else self._overlap.threads
 
     def take_device_gate_s(self) -> float:
         """Seconds that all-gather streams waited at the gates since the last call, measured by the device.
@@ -442,6 +461,10 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
             self._accumulation.close()
         if self._overlap is not None:
             self._overlap.close()
+        if self._streamed is not None:
+            self._streamed.synchronize()
+        for slab in self._slabs:
+            slab.close()
         self._stepper.host.close()
         if self._stepper.ring is not None:
             self._stepper.ring.close()

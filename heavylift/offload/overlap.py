@@ -8,6 +8,9 @@
         speculative, c < 1           worker: corrects every group from the kept gradient (forward order)
         speculative, skip            worker: takes every step back
 
+What the worker does for a streamed part (`heavylift.offload.streamed`) is to issue it, from the gradient on the device,
+which then is kept there; a second thread does, so that bus and CPU work side by side.
+
 `deferred` equals the synchronous step bit for bit. `speculative` does where clipping does not strike; where it does,
 see `heavylift.offload.correction` for how close it comes. The device tier is stepped in step(), exactly, always.
 
@@ -30,6 +33,7 @@ from heavylift.offload.groups import Group, Segment
 from heavylift.offload.hooks import listen_to_gradients
 from heavylift.offload.states import Part
 from heavylift.offload.stepping import Operation, PartStepper, SegmentStep, on_stream, record, scaled
+from heavylift.offload.streamed import StreamedSteps
 from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
 from heavylift.offload.timeline import Activity
 from heavylift.offload.worker import Worker
@@ -48,8 +52,9 @@ class _GroupState:
     steps: tuple[SegmentStep, ...] = ()
     """Set when the group is stepped: in backward or at the step."""
     grads_device: torch.Tensor | None = None
-    """Flat gradient on the device, kept for the device part."""
+    """Flat gradient on the device, kept for the device part and for a streamed one."""
     d2h_event: torch.cuda.Event | None = None
+    """Behind the gradient's way to the host; of a streamed part its sum of squares alone."""
 
 
 def kept_gradient_bytes(host_numels: Sequence[int], dtype: torch.dtype, num_groups: int) -> int:
@@ -70,6 +75,7 @@ class OverlappedSteps:
         usage: TierUsage,
         keeps_gradients: bool,
         max_grad_norm: float,
+        streamed: StreamedSteps | None = None,
     ) -> None:
         """`segment_step`: a segment with the hyperparameters as they are now; `begin_step` runs before anything else of
         a step. `keeps_gradients` is false with gradient accumulation: then nothing is collected in backward here."""
@@ -77,11 +83,13 @@ class OverlappedSteps:
         self._parts = dict(zip(groups, parts, strict=True))
         self._host_part = {g: next((p for p in ps if p.tier is Tier.HOST), None) for g, ps in self._parts.items()}
         self._stepper = stepper
+        self._streamed = streamed
         self._segment_step = segment_step
         self._begin_step = begin_step
         self._max_grad_norm = max_grad_norm
         device = self._groups[0].device
         self.worker = Worker(device, stepper.timeline)
+        self._bus_worker = None if streamed is None else Worker(device, stepper.timeline, "heavylift-bus")
         self._in_step = False
         self._speculating = False
         self.speculate_next = False
@@ -100,13 +108,31 @@ class OverlappedSteps:
         self._hooks += listen_to_gradients(self._groups, self)
 
     def _allocate_kept(self, device: torch.device, usage: TierUsage) -> None:
-        host_parts = [part for part in self._host_part.values() if part is not None]
+        host_parts = [part for part in self._host_part.values() if part is not None and not part.streamed]
         num_bytes = kept_gradient_bytes([p.numel for p in host_parts], self._groups[0].dtype, len(self._groups))
         self._slab = HostSlab(num_bytes, pinned=device.type == "cuda", usage=usage)
         self._kept = {part: self._slab.take(part.numel, part.group.dtype) for part in host_parts}
         self._sums_host = self._slab.take(len(self._groups), torch.float64)
         for kept in self._kept.values():
             kept.zero_()
+
+    def _worker_of(self, part: Part) -> Worker:
+        """Tasks of one part are all done by the same thread, in order."""
+        return self._bus_worker if part.streamed and self._bus_worker is not None else self.worker
+
+    @property
+    def threads(self) -> dict[int, str]:
+        """The operating system's ids of the threads that step the host tier, with what each does."""
+        found = {self.worker.thread_id: "optimizer worker"}
+        if self._bus_worker is not None:
+            found[self._bus_worker.thread_id] = "streamed steps"
+        return {thread: name for thread, name in found.items() if thread is not None}
+
+    def drain(self) -> None:
+        """Waits until nothing is left to do, or to issue. Raises what a task raised."""
+        self.worker.drain()
+        if self._bus_worker is not None:
+            self._bus_worker.drain()
 
     # ---- in backward ----------------------------------------------------------------------------------------------
 
@@ -146,20 +172,28 @@ class OverlappedSteps:
         for segment in state.arrived:
             segment.param.grad = None
         host_part = self._host_part[group]
-        if host_part is None or host_part.start > 0:
+        if host_part is None or host_part.start > 0 or host_part.streamed:
             state.grads_device = flat
         if host_part is None:
             return
         streams.d2h_after_current()
-        kept = self._kept[host_part]
         with on_stream(streams.d2h):
-            kept.copy_(flat[host_part.start : host_part.stop], non_blocking=True)
+            if not host_part.streamed:
+                self._kept[host_part].copy_(flat[host_part.start : host_part.stop], non_blocking=True)
             self._sums_host[index].copy_(self.sums[index], non_blocking=True)
         state.d2h_event = record(streams.d2h)
         self._hold_until_copied(state.d2h_event, flat)
         if self._speculating:
-            task = partial(self._speculate, index, host_part, state.steps, state.d2h_event)
-            self.worker.submit(index, group.gate, task)
+            grads = self._grads_of(host_part, state)
+            task = partial(self._speculate, index, host_part, state.steps, grads, state.d2h_event)
+            self._worker_of(host_part).submit(index, group.gate, task)
+
+    def _grads_of(self, part: Part, state: _GroupState) -> torch.Tensor:
+        """Flat gradient of a host part: where it is kept on the host or, of a streamed part, on the device."""
+        if not part.streamed:
+            return self._kept[part]
+        assert state.grads_device is not None
+        return state.grads_device[part.start : part.stop]
 
     def _begin_group(self, group: Group) -> None:
         """Counts the step of the segments with a gradient and takes the hyperparameters as they are now."""
@@ -218,6 +252,8 @@ class OverlappedSteps:
                 elif not skip:
                     self._step_device_part(part, steps, state.grads_device)
         self.worker.turn_to_forward_order()
+        if self._bus_worker is not None:
+            self._bus_worker.turn_to_forward_order()
         # the norm has been waited for, so nearly all are copied: the next forward's activations need their room
         self._let_go_of_copied()
         self._in_step = False
@@ -243,20 +279,23 @@ class OverlappedSteps:
     def _finish_host_part(
         self, place: int, part: Part, state: _GroupState, steps: list[SegmentStep], coefficient: float, skip: bool
     ) -> None:
-        gate = part.group.gate
+        gate, worker = part.group.gate, self._worker_of(part)
+        grads = self._grads_of(part, state)
         if self._speculating:
             if not skip and coefficient == 1.0:
                 return
             operation = Operation.UNDO if skip else Operation.CORRECT
-            self.worker.submit(place, gate, partial(self._revise, part, state.steps, operation, coefficient))
+            worker.submit(place, gate, partial(self._revise, part, state.steps, grads, operation, coefficient))
         elif not skip:
-            self.worker.submit(place, gate, partial(self._step, part, steps, state.d2h_event))
+            worker.submit(place, gate, partial(self._step, part, steps, grads, state.d2h_event))
 
     # ---- on the worker --------------------------------------------------------------------------------------------
 
-    def _step(self, part: Part, steps: Sequence[SegmentStep], d2h_event: torch.cuda.Event | None) -> None:
+    def _step(
+        self, part: Part, steps: Sequence[SegmentStep], grads: torch.Tensor, d2h_event: torch.cuda.Event | None
+    ) -> None:
         self._wait_for_gradient(part, d2h_event)
-        self._run_host(part, steps, Operation.STEP, 1.0)
+        self._run_host(part, steps, grads, Operation.STEP, 1.0)
 
     def _wait_for_gradient(self, part: Part, d2h_event: torch.cuda.Event | None) -> None:
         if d2h_event is not None:
@@ -264,22 +303,34 @@ class OverlappedSteps:
                 d2h_event.synchronize()
 
     def _speculate(
-        self, index: int, part: Part, steps: Sequence[SegmentStep], d2h_event: torch.cuda.Event | None
+        self,
+        index: int,
+        part: Part,
+        steps: Sequence[SegmentStep],
+        grads: torch.Tensor,
+        d2h_event: torch.cuda.Event | None,
     ) -> None:
         self._wait_for_gradient(part, d2h_event)
         if not self._may_speculate(float(self._sums_host[index])):
             self._unstepped.add(part)
             part.group.gate.open(None)
             return
-        self._run_host(part, steps, Operation.STEP, 1.0)
+        self._run_host(part, steps, grads, Operation.STEP, 1.0)
 
-    def _revise(self, part: Part, steps: Sequence[SegmentStep], operation: Operation, coefficient: float) -> None:
+    def _revise(
+        self,
+        part: Part,
+        steps: Sequence[SegmentStep],
+        grads: torch.Tensor,
+        operation: Operation,
+        coefficient: float,
+    ) -> None:
         if part not in self._unstepped:
-            self._run_host(part, steps, operation, coefficient)
+            self._run_host(part, steps, grads, operation, coefficient)
             return
         self._unstepped.discard(part)
         if operation is Operation.CORRECT:
-            self._run_host(part, scaled(steps, coefficient), Operation.STEP, 1.0)
+            self._run_host(part, scaled(steps, coefficient), grads, Operation.STEP, 1.0)
         else:
             part.group.gate.open(None)
 
@@ -294,11 +345,17 @@ class OverlappedSteps:
         self,
         part: Part,
         steps: Sequence[SegmentStep],
+        grads: torch.Tensor | None,
         operation: Operation,
         coefficient: float,
-        grads_host: torch.Tensor | None = None,
     ) -> None:
-        grads = self._kept[part] if grads_host is None else grads_host
+        """`grads`: of the part, on the host or, of a streamed one, on the device; None: its accumulator."""
+        if part.streamed:
+            assert self._streamed is not None
+            self._streamed.run(part, steps, grads, operation, coefficient)
+            return
+        grads = part.accumulator if grads is None else grads
+        assert grads is not None
         self._stepper.step_host_part(part, steps, grads, operation, coefficient)
 
     # ---- with gradient accumulation -------------------------------------------------------------------------------
@@ -312,11 +369,8 @@ class OverlappedSteps:
                     self._step_device_part(part, steps_of[group])
                     part.accumulator.zero_()
                 elif steps_of[group]:
-                    self.worker.submit(place, group.gate, partial(self._step_accumulated, part, steps_of[group]))
-
-    def _step_accumulated(self, part: Part, steps: Sequence[SegmentStep]) -> None:
-        assert part.accumulator is not None
-        self._run_host(part, steps, Operation.STEP, 1.0, part.accumulator)
+                    task = partial(self._run_host, part, steps_of[group], None, Operation.STEP, 1.0)
+                    self._worker_of(part).submit(place, group.gate, task)
 
     def close(self) -> None:
         """Lets go of the parameters, ends the worker after its tasks and unlocks the pages."""
@@ -324,5 +378,7 @@ class OverlappedSteps:
             hook.remove()
         self._hooks.clear()
         self.worker.close()
+        if self._bus_worker is not None:
+            self._bus_worker.close()
         if self._slab is not None:
             self._slab.close()

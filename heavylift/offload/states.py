@@ -17,7 +17,7 @@ from heavylift.offload.groups import Group, Segment
 from heavylift.offload.noise import noise_of
 from heavylift.offload.quantised import GRIDS, block_pieces, block_scales, decode, encode, num_blocks
 from heavylift.offload.tensors import MOMENTS, StepTensors
-from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
+from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes, choose_streamed
 
 STATE_NAMES = ("master", *MOMENTS)
 
@@ -43,6 +43,11 @@ class Part:
     """Where the scales of each segment lie. A block never reaches into another segment, which may step at another time.
     """
 
+    streamed: bool = False
+    """A host part that the GPU steps: its states go up and come home, and their memory is page-locked."""
+    home_event: torch.cuda.Event | None = None
+    """Behind the last copy home of a streamed part."""
+
     def __post_init__(self) -> None:
         laid_out = block_pieces(self.group.segment_numels, self.start, self.stop)
         self.blocks = {}
@@ -60,6 +65,11 @@ class Part:
         """Everything that is kept between steps, flat [numel] each: the states and, where there is one, the accumulator
         at the end."""
         return [self.master, self.exp_avg, self.exp_avg_sq, *([] if self.accumulator is None else [self.accumulator])]
+
+    def wait_until_home(self) -> None:
+        """Blocks until a streamed part's memory holds the last step: before anything but a stream touches it."""
+        if self.home_event is not None:
+            self.home_event.synchronize()
 
     def overlap(self, segment: Segment) -> slice | None:
         """Where `segment` lies in this part's own tensors, None if it does not."""
@@ -93,6 +103,7 @@ class Part:
         """A state of the segment's range in this part, float32, on the part's tier: a view where it is stored so."""
         where = self.overlap(segment)
         assert where is not None, f"{segment.name} does not reach into [{self.start}, {self.stop})"
+        self.wait_until_home()
         if self.state_format is StateFormat.SPLIT and name == "master":
             param = segment.shard()[self.overlap_in_segment(segment)].to(self.master.device)
             return join_masters(param, self.master[where], self.exp_avg_sq[where])
@@ -109,6 +120,7 @@ class Part:
         where = self.overlap(segment)
         if where is None:
             return
+        self.wait_until_home()
         stored = self._stored(name)[where]
         new = values[self.overlap_in_segment(segment)].to(stored.device, torch.float32)
         if self.state_format is StateFormat.SPLIT and name == "master":
@@ -159,6 +171,11 @@ class PartLayout:
         return sum(aligned_bytes(numel, dtype) for numel, dtype in self.tensors)
 
 
+def kept_dtypes(accumulate: bool, state_format: StateFormat) -> list[torch.dtype]:
+    """Of the tensors of `Part.stored`, in their order."""
+    return [*STORED_DTYPES[state_format], *([torch.float32] if accumulate else [])]
+
+
 def part_layout(
     segment_numels: Sequence[int], start: int, stop: int, accumulate: bool, state_format: StateFormat
 ) -> PartLayout:
@@ -179,24 +196,30 @@ def allocate_parts(
     accumulate: bool,
     usage: TierUsage,
     state_format: StateFormat = StateFormat.FP32,
-) -> tuple[list[list[Part]], HostSlab | None]:
-    """Allocates and initialises the states: for each group its parts. Host states share one slab (not page-locked:
-    only staging is copied over the bus)."""
-    host_bytes = sum(
-        part_layout(group.segment_numels, cut, group.numel, accumulate, state_format).host_bytes
-        for group, cut in zip(groups, device_numels, strict=True)
-    )
-    slab = HostSlab(host_bytes, pinned=False, usage=usage) if host_bytes else None
+    streamed_share: float = 0.0,
+) -> tuple[list[list[Part]], list[HostSlab]]:
+    """Allocates and initialises the states: for each group its parts. The host states that the CPU steps share one
+    slab (not page-locked: only staging is copied over the bus), those that are streamed another, page-locked one."""
+    chosen = choose_streamed([g.numel - cut for g, cut in zip(groups, device_numels, strict=True)], streamed_share)
+    host_bytes = {False: 0, True: 0}
+    for group, cut, streamed in zip(groups, device_numels, chosen, strict=True):
+        layout = part_layout(group.segment_numels, cut, group.numel, accumulate, state_format)
+        host_bytes[streamed] += layout.host_bytes
+    on_gpu = any(group.device.type == "cuda" for group in groups)
+    slabs = {
+        streamed: HostSlab(num_bytes, pinned=streamed and on_gpu, usage=usage)
+        for streamed, num_bytes in host_bytes.items()
+        if num_bytes
+    }
     result = []
-    for group, cut in zip(groups, device_numels, strict=True):
+    for group, cut, streamed in zip(groups, device_numels, chosen, strict=True):
         parts = []
         for tier, start, stop in ((Tier.DEVICE, 0, cut), (Tier.HOST, cut, group.numel)):
             layout = part_layout(group.segment_numels, start, stop, accumulate, state_format)
             if not layout.tensors:
                 continue
             if tier is Tier.HOST:
-                assert slab is not None
-                tensors = [slab.take(numel, dtype) for numel, dtype in layout.tensors]
+                tensors = [slabs[streamed].take(numel, dtype) for numel, dtype in layout.tensors]
             else:
                 tensors = [torch.zeros(numel, dtype=dtype, device=group.device) for numel, dtype in layout.tensors]
                 usage.device_bytes += layout.device_bytes
@@ -204,8 +227,9 @@ def allocate_parts(
             for tensor in tensors:
                 tensor.zero_()
             parts.append(_make_part(group, tier, start, stop, tensors, state_format, layout))
+            parts[-1].streamed = streamed and tier is Tier.HOST
         result.append(parts)
-    return result, slab
+    return result, list(slabs.values())
 
 
 def _make_part(

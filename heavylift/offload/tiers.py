@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,3 +119,17 @@ def place(num_elements: list[int], ratio: float, tier: Tier) -> list[int]:
         placed.append(min(numel, budget))
         budget -= placed[-1]
     return placed
+
+
+def choose_streamed(host_numels: Sequence[int], share: float) -> list[bool]:
+    """Which host parts are stepped on the GPU, their states streamed over the bus: about `share` of all elements.
+
+    `host_numels`: sizes in forward order, 0 for groups without a host part. Both kinds are spread evenly, so that CPU
+    and bus work at the same time, whatever the order.
+    """
+    chosen, streamed, seen = [], 0, 0
+    for numel in host_numels:
+        seen += numel
+        chosen.append(numel > 0 and streamed + numel / 2 <= share * seen)
+        streamed += numel * chosen[-1]
+    return chosen

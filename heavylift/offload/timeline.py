@@ -39,6 +39,9 @@ class Activity(StrEnum):
     of the gradient that is still in the slot."""
     ADAMW = "adamw"
     """The CPU kernel: a step, a correction or an undoing."""
+    STREAM = "streamed step"
+    """A group's states are copied up, stepped on the GPU and copied home. Measured by the thread that issues it, which
+    is ahead of the bus by the ring of slots at most."""
     ISSUE = "issue copy"
     """The copies up are handed to the GPU; on a machine without one, they are done."""
 

@@ -85,10 +85,10 @@ class Worker:
     The CPU kernel inside them releases the GIL.
     """
 
-    def __init__(self, device: torch.device, timeline: Timeline) -> None:
+    def __init__(self, device: torch.device, timeline: Timeline, name: str = "heavylift-step") -> None:
         self._timeline = timeline
         self._queue = _Queue()
-        self._thread = threading.Thread(target=_work, args=(self._queue, device), name="heavylift-step", daemon=True)
+        self._thread = threading.Thread(target=_work, args=(self._queue, device), name=name, daemon=True)
         self._thread.start()
         self.thread_id = self._thread.native_id
         """The operating system's id of the thread."""

@@ -112,10 +112,10 @@ class Reporter:
 def _steps(run: Run, reporter: Reporter | None) -> None:
     plan, engine, optimizer = run.data.train, run.engine, run.engine.optimizer
     num_steps = run.data.num_steps
-    watch = WaitWatch(optimizer.worker_thread)
+    watch = WaitWatch(optimizer.worker_threads)
     tracer = None
     if run.recipe.train.profile and reporter is not None:
-        tracer = Tracer(run.recipe.output_dir / "trace.json", num_steps, optimizer.worker_thread)
+        tracer = Tracer(run.recipe.output_dir / "trace.json", num_steps, optimizer.worker_threads)
     scheduler = build_scheduler(engine.optimizer, num_steps, run.recipe.train)
     shape = ModelShape.from_config(run.hf_config.to_dict(), run.num_params)
     recomputes = run.recipe.train.recomputes_everything

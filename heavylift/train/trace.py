@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,11 @@ Event = dict[str, Any]
 class Tracer:
     """Records from the first of the steps to the last and writes the file. On rank 0 only."""
 
-    def __init__(self, path: Path, num_steps: int, worker_thread: int | None) -> None:
+    def __init__(self, path: Path, num_steps: int, worker_threads: Mapping[int, str]) -> None:
+        """`worker_threads`: what each thread beside the training one does (`TieredAdamW.worker_threads`)."""
         self._path = path
         self._first, self._last = min(FIRST_STEP, num_steps), min(LAST_STEP, num_steps)
-        self._threads = {threading.get_native_id(): "training"}
-        if worker_thread is not None:
-            self._threads[worker_thread] = "optimizer worker"
+        self._threads = {threading.get_native_id(): "training", **worker_threads}
         self._profile: profile | None = None
         self._ranges: list[Range] = []
         self._clock_s = 0.0

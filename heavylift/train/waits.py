@@ -1,7 +1,8 @@
 """Where the optimizer of the host tier spent its time in a step, and how much of that training had to wait for.
 
-The ranges of `heavylift.offload.timeline` are added up per step: a range counts in the step in which it ended. Work on
-the host is the CPU kernel, waiting for a staging slot, issuing the copies up, and adding up gradients. It is hidden
+The ranges of `heavylift.offload.timeline` are added up per step: a range counts in the step in which it ended. Work of
+the host tier is the CPU kernel, streaming states through the GPU, waiting for a staging slot, issuing the copies up,
+and adding up gradients. It is hidden
 while the thread that trains is not blocked at a gate or for the worker; work in that thread itself never is. The
 worker's wait for a gradient is no work: counting it would flatter the hidden share.
 
@@ -10,7 +11,7 @@ Left out: the time of the copies themselves, but for what a gate sees of them (`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -20,7 +21,7 @@ from heavylift.config.schema import Schedule
 from heavylift.offload.timeline import Activity, Range
 
 WAITS = (Activity.GATE, Activity.DRAIN)
-WORK = (Activity.ADAMW, Activity.SLOT, Activity.ISSUE, Activity.ACCUMULATE)
+WORK = (Activity.ADAMW, Activity.STREAM, Activity.SLOT, Activity.ISSUE, Activity.ACCUMULATE)
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class StepWaits:
     """Which one ran: `synchronous`, `immediate`, `deferred` or `speculative`."""
     cpu_s: float
     """In the CPU kernel."""
+    stream_s: float
+    """Streaming states over the bus, through the GPU's kernel and back."""
     slot_s: float
     """The worker waiting for a staging slot, that is, for a copy up."""
     issue_s: float
@@ -58,37 +61,40 @@ class StepWaits:
 
     @property
     def work_s(self) -> float:
-        """All work on the host."""
-        return self.cpu_s + self.slot_s + self.issue_s + self.accumulate_s
+        """All work of the host tier."""
+        return self.cpu_s + self.stream_s + self.slot_s + self.issue_s + self.accumulate_s
 
 
 def waits_text(waits: StepWaits) -> str:
     """The short form at the end of the step line."""
     hidden = "-" if waits.hidden is None else f"{waits.hidden:.0%}"
-    return f"offload: cpu {waits.cpu_s:.2f}s hidden {hidden} gate {waits.gate_s + waits.drain_s:.2f}s"
+    bus = f" bus {waits.stream_s:.2f}s" if waits.stream_s > 0 else ""
+    return f"offload: cpu {waits.cpu_s:.2f}s{bus} hidden {hidden} gate {waits.gate_s + waits.drain_s:.2f}s"
 
 
 class WaitWatch:
     """Makes `StepWaits` of the ranges of successive steps."""
 
-    def __init__(self, worker_thread: int | None) -> None:
-        """`worker_thread`: the thread whose work can be hidden (`TieredAdamW.worker_thread`)."""
-        self._worker_thread = worker_thread
+    def __init__(self, worker_threads: Collection[int]) -> None:
+        """`worker_threads`: those whose work can be hidden (`TieredAdamW.worker_threads`)."""
+        self._worker_threads = frozenset(worker_threads)
         self._last_blocked: list[Range] = []
 
     def step(self, step: int, schedule: Schedule, ranges: Sequence[Range], gate_device_s: float) -> StepWaits:
         """This process's seconds. `ranges`: all that ended since the last call."""
         blocked = [r for r in ranges if r.activity in WAITS or self._waits_for_slot(r)]
         work = [r for r in ranges if r.activity in WORK and not self._waits_for_slot(r)]
-        exposed_s = sum(r.seconds for r in work if r.thread != self._worker_thread)
-        # work that began in the step before may have been waited for there
-        exposed_s += shared_seconds([r for r in work if r.thread == self._worker_thread], self._last_blocked + blocked)
+        exposed_s = sum(r.seconds for r in work if r.thread not in self._worker_threads)
+        for thread in self._worker_threads:
+            # work that began in the step before may have been waited for there
+            exposed_s += shared_seconds([r for r in work if r.thread == thread], self._last_blocked + blocked)
         self._last_blocked = blocked
         return StepWaits(
             step=step,
             schedule=schedule.value,
             cpu_s=_seconds(ranges, Activity.ADAMW),
             slot_s=_seconds(work, Activity.SLOT),
+            stream_s=_seconds(ranges, Activity.STREAM),
             issue_s=_seconds(ranges, Activity.ISSUE),
             accumulate_s=_seconds(ranges, Activity.ACCUMULATE),
             gradient_s=_seconds(ranges, Activity.GRADIENT),
@@ -100,7 +106,7 @@ class WaitWatch:
 
     def _waits_for_slot(self, one: Range) -> bool:
         """Whether backward stood still because the worker had not yet added up what is in its staging slot."""
-        return one.activity is Activity.SLOT and self._worker_thread not in (None, one.thread)
+        return one.activity is Activity.SLOT and bool(self._worker_threads) and one.thread not in self._worker_threads
 
 
 def _seconds(ranges: Iterable[Range], activity: Activity) -> float:

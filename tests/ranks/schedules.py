@@ -74,15 +74,20 @@ class Difference:
 
 def slow_down(optimizer: TieredAdamW, host_step_s: float) -> Counter[Operation]:
     """Makes every step of a host part take longer; returns a counter of what is done from now on."""
-    stepper, counts = optimizer._stepper, Counter[Operation]()
-    step_host_part = stepper.step_host_part
+    counts = Counter[Operation]()
 
-    def slow(part: Any, steps: Any, grads: Any, operation: Operation = Operation.STEP, *rest: Any) -> None:
-        time.sleep(host_step_s)
-        counts[operation] += 1
-        step_host_part(part, steps, grads, operation, *rest)
+    def slowed(run: Callable[..., None]) -> Callable[..., None]:
+        def slow(part: Any, steps: Any, grads: Any, operation: Operation = Operation.STEP, *rest: Any) -> None:
+            time.sleep(host_step_s)
+            counts[operation] += 1
+            run(part, steps, grads, operation, *rest)
 
-    stepper.step_host_part = slow  # type: ignore[method-assign]
+        return slow
+
+    stepper, streamed = optimizer._stepper, optimizer._streamed
+    stepper.step_host_part = slowed(stepper.step_host_part)  # type: ignore[method-assign]
+    if streamed is not None:
+        streamed.run = slowed(streamed.run)  # type: ignore[method-assign]
     return counts
 
 

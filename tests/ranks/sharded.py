@@ -42,6 +42,7 @@ class Setup:
     lr: float = LR
     weight_decay: float = 0.1
     state_format: str = "fp32"
+    streamed_share: float = 0.0
 
 
 def param_groups(model: nn.Module, setup: Setup) -> list[dict[str, Any]]:
@@ -69,6 +70,7 @@ def build(folder: Path, setup: Setup) -> Engine:
         max_grad_norm=setup.clip,
         native=setup.native,
         state_format=StateFormat(setup.state_format),
+        streamed_share=setup.streamed_share,
     )
     optimizer = build_optimizer(sharded, param_groups(model, setup), options, lr=setup.lr, betas=BETAS, eps=1e-8)
     return Engine(sharded, optimizer, CPU)
