@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from heavylift.config.schema import Schedule, StateFormat, Tier
 from heavylift.offload.adamw import AdamWHyper, adamw_step_
+from heavylift.offload.formats import low_halves, mark_signs_, rounds_up
+from heavylift.offload.kernels import PlainKernel
 from heavylift.offload.tensors import StepTensors
 
 pytestmark = [
@@ -28,7 +34,10 @@ def _tensors(numel: int, grad_dtype: torch.dtype, out_dtype: torch.dtype) -> lis
     exp_avg = 1e-3 * scale * torch.randn(numel, generator=generator)
     exp_avg_sq = (1e-3 * scale * torch.randn(numel, generator=generator)).square()
     grad = (1e-2 * scale * torch.randn(numel, generator=generator)).to(grad_dtype)
-    specials = torch.tensor([0.0, -0.0, 1e-40, -1e-44, 1e-20, 3e38])[:numel]
+    # finite in every dtype: the bits of a NaN are nobody's promise
+    largest = 6e4 if grad_dtype == torch.float16 else 3e38
+    specials = torch.tensor([0.0, -0.0, 1e-40, -1e-44, 1e-20, largest])[:numel]
+    grad.clamp_(-largest, largest)
     grad[: len(specials)] = specials.to(grad_dtype)
     master[: len(specials)] = -specials
     return [master, exp_avg, exp_avg_sq, grad, torch.full((numel,), 7.0, dtype=out_dtype)]
@@ -63,6 +72,7 @@ def test_sum_of_squares(numel: int, dtype: torch.dtype) -> None:
 
     generator = torch.Generator().manual_seed(numel)
     x = (torch.exp(4 * torch.randn(numel, generator=generator)) * torch.randn(numel, generator=generator)).to(dtype)
+    x.clamp_(-6e4, 6e4)  # what float16 holds
     exact = x.double().square().sum()
     sums = [FusedGpuKernel().sum_squares(x.cuda()).cpu() for _ in range(3)]
     assert sums[0].dtype == torch.float64
@@ -72,6 +82,78 @@ def test_sum_of_squares(numel: int, dtype: torch.dtype) -> None:
         for bad in (float("nan"), float("inf")):
             x[numel // 2] = bad
             assert not torch.isfinite(FusedGpuKernel().sum_squares(x.cuda()))
+
+
+def _states(numel: int, state_format: StateFormat, first_step: bool) -> StepTensors:
+    """Random states on the CPU; zero moments before a first step."""
+    master, exp_avg, exp_avg_sq, grad, param = _tensors(numel, torch.bfloat16, torch.bfloat16)
+    grad.clamp_(-1e3, 1e3)  # a square that overflows is never stepped early
+    if first_step:
+        exp_avg.zero_(), exp_avg_sq.zero_()
+    param.copy_(master)
+    if state_format is StateFormat.SPLIT:
+        mark_signs_(exp_avg_sq, rounds_up(master, param))
+        master = low_halves(master)
+    return StepTensors(master, exp_avg, exp_avg_sq, grad, param, state_format)
+
+
+def _on_gpu(tensors: StepTensors) -> StepTensors:
+    moved = {name: tensor.cuda() for name, tensor in tensors.named().items()}
+    return replace(tensors, **moved)
+
+
+def _assert_same(on_gpu: StepTensors, on_cpu: StepTensors, what: str) -> None:
+    for name, tensor in on_cpu.named().items():
+        assert torch.equal(_bits(tensor), _bits(on_gpu.named()[name].cpu())), f"{what}: {name} differs"
+
+
+@pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS.keys())
+@pytest.mark.parametrize("state_format", [StateFormat.FP32, StateFormat.SPLIT])
+@pytest.mark.parametrize("numel", [1, 4097, 1_000_003])
+def test_fused_revisions_equal_their_specification(numel: int, state_format: StateFormat, hyper: AdamWHyper) -> None:
+    from heavylift.offload.fused_gpu import FusedGpuKernel
+
+    fused, plain = FusedGpuKernel(), PlainKernel()
+    for coefficient in (0.9, 0.01, None):
+        on_cpu = _states(numel, state_format, hyper.step == 1)
+        on_gpu = _on_gpu(on_cpu)
+        plain.step(on_cpu, hyper)
+        fused.step(on_gpu, hyper)
+        _assert_same(on_gpu, on_cpu, f"step {state_format}")
+        if coefficient is None:
+            plain.undo(on_cpu, hyper)
+            fused.undo(on_gpu, hyper)
+        else:
+            plain.correct(on_cpu, hyper, coefficient)
+            fused.correct(on_gpu, hyper, coefficient)
+        _assert_same(on_gpu, on_cpu, f"revision {coefficient} {state_format}")
+
+
+@pytest.mark.parametrize("state_format", [StateFormat.FP32, StateFormat.SPLIT])
+def test_ten_steps_of_states_streamed_through_the_device(state_format: StateFormat) -> None:
+    """As the optimizer does it: several chunks, two parameters, page-locked memory; beside the step on the CPU."""
+    from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+
+    generator = torch.Generator().manual_seed(1)
+    start = [torch.randn(shape, generator=generator).bfloat16() for shape in ((1000, 333), (50_001,))]
+    runs = []
+    for device, share in (("cpu", 0.0), ("cuda", 1.0)):
+        params = [torch.nn.Parameter(t.to(device).clone()) for t in start]
+        options = TieredOptions(Tier.HOST, 0.9, Schedule.DEFERRED, max_grad_norm=0.5, streamed_share=share)
+        options = replace(options, state_format=state_format)
+        with patch("heavylift.offload.streamed.CHUNK_NUMEL", 60_007):
+            optimizer = TieredAdamW(params, lr=1e-2, weight_decay=0.1, options=options)
+        grads = torch.Generator().manual_seed(2)
+        for _ in range(10):
+            loss = sum((p * torch.randn(p.shape, generator=grads).to(device, torch.bfloat16)).sum() for p in params)
+            loss.backward()
+            optimizer.step()
+        state = optimizer.state_dict()["state"]
+        runs.append([p.detach().cpu() for p in params] + [t.cpu() for e in state.values() for t in e.values()])
+        assert (optimizer.usage.pinned_bytes > 9 * 0.9 * 383_001) == (device == "cuda")
+        optimizer.close()
+    for by_cpu, by_gpu in zip(*runs, strict=True):
+        assert torch.equal(by_cpu, by_gpu)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

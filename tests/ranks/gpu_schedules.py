@@ -17,11 +17,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from heavylift.config.schema import ModelConfig, Schedule, Tier
+from heavylift.config.schema import ModelConfig, Schedule, StateFormat, Tier
 from heavylift.engine import Engine, build_optimizer
 from heavylift.models.load import build_on_meta, init_random_weights, load_hf_config, materialise
 from heavylift.offload.groups import local_tensor
@@ -34,9 +35,11 @@ from ranks.schedules import Disturbance, Outcome, compare, distances, observe, w
 from ranks.sharded import BETAS, Setup, param_groups, take_step
 
 VOCAB = 2048
-NUM_STEPS = 20
+NUM_STEPS = 14
 BAD_STEP = 9
 LR = 1e-3
+CHUNK = 100_003
+"""Elements that are streamed together: several chunks a group, cut inside parameters."""
 LIMIT, STRIKES = 1e6, 0.05
 """Above and below all gradient norms of these runs."""
 
@@ -70,8 +73,10 @@ def build(folder: Path, setup: Setup, device: torch.device, gated: bool = True) 
         accumulate=setup.accumulation > 1,
         max_grad_norm=setup.clip,
         num_threads=2,
+        state_format=StateFormat(setup.state_format),
+        streamed_share=setup.streamed_share,
     )
-    with nullcontext() if gated else without_gates():
+    with nullcontext() if gated else without_gates(), patch("heavylift.offload.streamed.CHUNK_NUMEL", CHUNK):
         optimizer = build_optimizer(sharded, param_groups(model, setup), options, lr=LR, betas=BETAS, eps=1e-8)
     return Engine(sharded, optimizer, device)
 
@@ -86,23 +91,32 @@ def comparisons(folder: Path, device: torch.device) -> list[dict[str, Any]]:
     """Every schedule beside the synchronous step, in several settings; on this rank."""
     steps = make_steps(NUM_STEPS, VOCAB, max_length=96)
     rows = []
-    for stage, dtype, accumulation, clip, bad in (
-        (3, torch.bfloat16, 1, LIMIT, ""),
-        (3, torch.bfloat16, 1, STRIKES, ""),
-        (3, torch.bfloat16, 1, 0.0, "all"),
-        (3, torch.float32, 1, LIMIT, "late"),
-        (3, torch.bfloat16, 2, STRIKES, "all"),
-        (1, torch.bfloat16, 1, LIMIT, ""),
-        (1, torch.bfloat16, 2, LIMIT, ""),
+    for stage, dtype, state_format, accumulation, clip, bad in (
+        (3, torch.bfloat16, "fp32", 1, LIMIT, ""),
+        (3, torch.bfloat16, "split", 1, STRIKES, ""),
+        (3, torch.bfloat16, "fp32", 1, 0.0, "all"),
+        (3, torch.float32, "fp32", 1, LIMIT, "late"),
+        (3, torch.bfloat16, "fp32", 2, STRIKES, "all"),
+        (1, torch.bfloat16, "split", 1, LIMIT, ""),
+        (1, torch.bfloat16, "split", 2, LIMIT, ""),
     ):
-        setup = Setup(stage=stage, dtype=dtype, accumulation=accumulation, clip=clip, lr=LR, two_groups=True)
+        setup = Setup(
+            stage=stage,
+            dtype=dtype,
+            accumulation=accumulation,
+            clip=clip,
+            lr=LR,
+            two_groups=True,
+            state_format=state_format,
+        )
         bad_step = Disturbance(bad=bad, at=BAD_STEP if bad else -1)
         reference = train(folder, setup, device, steps, bad_step)
-        places = [("synchronous", 1.0, 0.0), ("synchronous", 0.37, 0.0)]
+        places = [("synchronous", 1.0, 0.0, 0.0), ("synchronous", 0.37, 0.0, 0.0), ("synchronous", 0.8, 0.0, 0.5)]
         schedules = ("deferred", "speculative", "auto", *(("immediate",) if clip == 0 else ()))
-        places += [(name, ratio, slow) for name in schedules for ratio, slow in ((1.0, 0.0), (0.37, 0.002))]
-        for schedule, ratio, slow_s in places:
-            changed = replace(setup, schedule=schedule, ratio=ratio)
+        kinds = ((1.0, 0.0, 0.0), (0.37, 0.002, 0.0), (1.0, 0.0, 1.0), (0.8, 0.002, 0.5))
+        places += [(name, *kind) for name in schedules for kind in kinds]
+        for schedule, ratio, slow_s, share in places:
+            changed = replace(setup, schedule=schedule, ratio=ratio, streamed_share=share)
             start_s = time.perf_counter()
             other = train(folder, changed, device, steps, replace(bad_step, host_step_s=slow_s))
             # `auto` has long been stepping in backward by the bad step, and never does while clipping strikes
@@ -111,8 +125,9 @@ def comparisons(folder: Path, device: torch.device) -> list[dict[str, Any]]:
             difference = compare(other, reference)
             rows.append(
                 {
-                    "setting": f"stage {stage} {dtype} accumulation {accumulation} clip {clip} bad {bad or 'none'}",
-                    "run": f"{schedule} ratio {ratio} slow {slow_s}",
+                    "setting": f"stage {stage} {dtype} {state_format} accumulation {accumulation} clip {clip} "
+                    f"bad {bad or 'none'}",
+                    "run": f"{schedule} ratio {ratio} slow {slow_s} streamed {share}",
                     "exact": not revised,
                     "tensors": list(difference.tensors),
                     "losses": difference.losses,
@@ -131,12 +146,12 @@ def without_gates_comparisons(folder: Path, device: torch.device) -> list[dict[s
     """What is different when nobody waits at the gates."""
     steps = make_steps(6, VOCAB, max_length=96)
     rows = []
-    for schedule in ("deferred", "speculative"):
+    for schedule, share in (("deferred", 0.0), ("speculative", 0.0), ("deferred", 1.0)):
         setup = Setup(dtype=torch.bfloat16, clip=LIMIT, lr=LR)
         reference = train(folder, setup, device, steps, Disturbance())
-        changed = replace(setup, schedule=schedule)
+        changed = replace(setup, schedule=schedule, streamed_share=share)
         found = compare(train(folder, changed, device, steps, Disturbance(0.02, gated=False)), reference)
-        rows.append({"run": schedule, "tensors": list(found.tensors), "losses": found.losses})
+        rows.append({"run": f"{schedule} streamed {share}", "tensors": list(found.tensors), "losses": found.losses})
     return rows
 
 
@@ -144,8 +159,21 @@ def long_runs(folder: Path, device: torch.device, num_steps: int = 200) -> list[
     """Device, host and page-locked bytes every 20 steps of a long run."""
     steps = make_steps(10, VOCAB, max_length=96)
     rows = []
-    for schedule, accumulation in (("deferred", 1), ("speculative", 1), ("deferred", 2)):
-        setup = Setup(dtype=torch.bfloat16, clip=LIMIT, lr=LR, schedule=schedule, accumulation=accumulation, ratio=0.7)
+    for schedule, accumulation, share in (
+        ("deferred", 1, 0.0),
+        ("speculative", 1, 0.5),
+        ("deferred", 1, 1.0),
+        ("deferred", 2, 0.5),
+    ):
+        setup = Setup(
+            dtype=torch.bfloat16,
+            clip=LIMIT,
+            lr=LR,
+            schedule=schedule,
+            accumulation=accumulation,
+            ratio=0.7,
+            streamed_share=share,
+        )
         engine = build(folder, setup, device)
         device_bytes, peak_bytes, host_bytes, locked_bytes = [], [], [], []
         for step in range(num_steps):
@@ -161,7 +189,7 @@ def long_runs(folder: Path, device: torch.device, num_steps: int = 200) -> list[
         engine.optimizer.close()
         rows.append(
             {
-                "run": f"{schedule} accumulation {accumulation}",
+                "run": f"{schedule} accumulation {accumulation} streamed {share}",
                 "device": device_bytes,
                 "peak": peak_bytes,
                 "host": host_bytes,
