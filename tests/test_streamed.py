@@ -1,6 +1,7 @@
 """Steps that the GPU takes of states on the host: the same bits as the CPU's, in every schedule, format and cut.
 
-On a CPU the "GPU" is the same memory and every copy is immediate; streams are tested by `tests/test_gpu_schedules.py` and `tests/test_gpu_kernel.py`.
+On a CPU the "GPU" is the same memory and every copy is immediate; streams are tested by `tests/test_gpu_schedules.py`
+and `tests/test_gpu_kernel.py`.
 """
 
 from __future__ import annotations
