@@ -30,15 +30,19 @@ _REVISE_BLOCK = 2048  # more values of each element are alive at once
 _UNPACKED_ELEMENTS = 2**25
 _SUM_BLOCK, _SUM_BLOCKS = 1024, 16
 
+# Triton's compiler reads the signatures below, not Python's types
+
 
 @triton.jit
-def _load_master(master_ptr, param_ptr, v_bits, offsets, mask, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's compiler reads these signatures, not Python's types
+def _load_master(master_ptr, param_ptr, v_bits, offsets, mask, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
     if SPLIT:  # `heavylift.offload.formats.join_masters`
         low = tl.load(master_ptr + offsets, mask=mask).to(tl.int32) & 0xFFFF
         rounded = tl.load(param_ptr + offsets, mask=mask).to(tl.int16, bitcast=True).to(tl.int32)
         went_up = (v_bits >> 31) & 1
-        return (((rounded - went_up) << 16) | low).to(tl.float32, bitcast=True)
-    return tl.load(master_ptr + offsets, mask=mask)
+        master = (((rounded - went_up) << 16) | low).to(tl.float32, bitcast=True)
+    else:
+        master = tl.load(master_ptr + offsets, mask=mask)
+    return master
 
 
 @triton.jit
