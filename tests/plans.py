@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -23,6 +24,8 @@ class ShapePlanner:
     shape: LayerShape
     layer_numel: int
     num_shards: int
+
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
 
     @property
     def shard_numel(self) -> int:

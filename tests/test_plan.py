@@ -34,6 +34,7 @@ from heavylift.memory.plan import MemoryPlan, check_plan, make_plan
 from heavylift.models.load import build_on_meta, load_hf_config
 from heavylift.models.loss_head import install_loss_head
 from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.overlap import MAX_COPYING
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MEASURED = Workload(4, 4096, Recompute.FULL, chunk_tokens=512, compiled=True)
@@ -180,7 +181,8 @@ ROOT, EMBED, HEAD = GroupLoad("root", 10, 5), GroupLoad("embed", 400, 200), Grou
 
 
 def peak(loads: list[GroupLoad], **more: Any) -> Peak:
-    given = {"itemsize": 2, "num_shards": 2, "stage": 3, "keeps_grads": True, "reduces_once": False}
+    given = {"itemsize": 2, "num_shards": 2, "stage": 3, "max_copying": 0, "reduces_once": False}
+    given["waits"] = [True] * len(loads)
     return find_peak(loads, **{**given, **more})
 
 
@@ -205,7 +207,7 @@ def test_stages_below_3_keep_everything_gathered() -> None:
     loads = [ROOT, EMBED, *layers(0, 0)]
     whole = 2 * (10 + 400 + 300)
     assert peak(loads, stage=2).gathered_bytes == whole + 2 * 10 + 2 * 400 + 4 * 400 + 4 * 200
-    once = peak(loads, stage=1, reduces_once=True, keeps_grads=False)
+    once = peak(loads, stage=1, reduces_once=True, waits=[False] * 5)
     assert once.gathered_bytes == whole + 4 * (10 + 400 + 300) + 2 * 400 + 4 * 400 + 4 * 200
     assert once.grad_bytes == 0
 
@@ -215,6 +217,29 @@ def test_frozen_groups_have_no_gradients() -> None:
     found = peak([ROOT, *frozen, HEAD])
     assert found.moment == "reduction of head" and found.grad_bytes == 0
     assert peak([]).num_bytes == 0
+
+
+def test_gradients_that_leave_are_counted_while_they_are_copied() -> None:
+    loads = [ROOT, EMBED, *layers(0, 0)]
+    for max_copying, expected in ((0, 0), (1, 50), (2, 100), (7, 150)):
+        assert peak(loads, waits=[False] * 5, max_copying=max_copying).grad_bytes == 2 * expected
+    # the first layer's waits for its part on the device
+    assert peak(loads, waits=[False, False, True, False, False], max_copying=1).grad_bytes == 2 * (50 + 50)
+
+
+def test_what_leaves_the_device_follows_from_the_options() -> None:
+    loads = [ROOT, EMBED, *layers(0, 0)]
+
+    def grad_bytes(**options: Any) -> int:
+        given = TieredOptions(**{"tier": Tier.HOST, "schedule": Schedule.DEFERRED, **options})
+        return make_plan(loads, 360, given, stage=3, dtype=torch.bfloat16, num_shards=2).grad_bytes
+
+    everything = 2 * 150  # when the embedding, the last of the large ones, is reduced
+    assert grad_bytes(tier=Tier.DEVICE) == grad_bytes(schedule=Schedule.SYNCHRONOUS) == everything
+    assert grad_bytes(streamed_share=1.0) == everything
+    # MAX_COPYING of them; all three layers are fewer
+    assert grad_bytes() == 2 * min(150, MAX_COPYING * 50)
+    assert grad_bytes(accumulate=True) == 0
 
 
 def test_accumulated_gradients_are_states() -> None:

@@ -20,7 +20,7 @@ from plans import GIB, ShapePlanner, llama_8b
 from ranks.pool import run_on_ranks
 
 from heavylift.config.recipe import load_recipe
-from heavylift.config.schema import Recipe, Schedule, Tier
+from heavylift.config.schema import Recipe, Schedule, StateFormat, Tier
 from heavylift.engine import build_optimizer, parameter_groups
 from heavylift.errors import UserError
 from heavylift.memory.activations import LayerShape, Recompute, Workload
@@ -153,6 +153,10 @@ def apply(words: str, asked: Setting) -> Setting:
             work = replace(work, micro_batch=int(value))
         elif key == "train.gradient_checkpointing":
             work = replace(work, recompute=Recompute.FULL)
+        elif key == "engine.state_format":
+            options = replace(options, state_format=StateFormat(value))
+        elif key == "engine.streamed_share":
+            options = replace(options, streamed_share=float(value))
         elif key == "train.cpu_checkpointing":
             work = replace(work, inputs_on_host=True)
         else:
@@ -167,13 +171,17 @@ def apply(words: str, asked: Setting) -> Setting:
         (setting(), machine(64, 90), {"engine.ratio"}),
         # all states on a device that is too small
         (setting(tier=Tier.DEVICE, ratio=1.0), machine(64), {"engine.offload_optimizer", "engine.ratio"}),
+        # both hold it, but only with smaller states: the bits stay
+        (setting(), machine(30, 76), {"engine.state_format", "engine.ratio"}),
+        # and these only with gradients that stay on the device, and smaller states
+        (setting(), machine(34, 60), {"engine.state_format", "engine.streamed_share"}),
         # activations of all layers
         (setting(replace(WORK, recompute=Recompute.NOTHING)), machine(50), {"train.gradient_checkpointing"}),
         (setting(replace(WORK, micro_batch=32)), machine(50), {"train.per_device_train_batch_size"}),
         # neither alone is enough
         (
             setting(replace(WORK, micro_batch=8, recompute=Recompute.NOTHING)),
-            machine(22.5),
+            machine(18),
             {"train.gradient_checkpointing", "train.per_device_train_batch_size"},
         ),
     ],

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from heavylift.config.schema import Tier
+import torch
+
+from heavylift.config.schema import StateFormat, Tier
 from heavylift.errors import UserError
 from heavylift.memory.activations import Recompute, Workload
 from heavylift.memory.machine import MachineMemory
@@ -33,6 +35,10 @@ class Planner(Protocol):
     @property
     def shard_numel(self) -> int:
         """Trainable elements of this process, padding included."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
 
     def plan(self, options: TieredOptions, work: Workload | None) -> MemoryPlan:
         """The plan; without a workload no activations are counted."""
@@ -79,15 +85,13 @@ def lowest_ratio(planner: Planner, setting: Setting, machine: MachineMemory) -> 
     """The smallest share of the host with which the device's memory is enough, to the element; 1 where none is."""
     if machine.device_available_bytes is None:
         return 1.0
-    options = replace(setting.options, tier=Tier.HOST, ratio=1.0)
-    room = device_room(planner.plan(options, setting.work), machine)
     total = planner.shard_numel
     if total == 0:
         return 0.0
 
     def takes(on_device: int) -> bool:
-        placed = replace(options, ratio=(total - on_device) / total)
-        return planner.plan(placed, None).device_state_bytes <= room
+        placed = replace(setting.options, tier=Tier.HOST, ratio=(total - on_device) / total)
+        return device_room(planner.plan(placed, setting.work), machine) >= 0
 
     return (total - _most(total, takes)) / total
 
@@ -145,7 +149,7 @@ def remedies(planner: Planner, setting: Setting, machine: MachineMemory, local_w
 
     First single changes; where no single one is enough, one combination.
     """
-    single, combined = _single_changes(setting), _combinations(setting)
+    single, combined = _single_changes(setting, planner.dtype), _combinations(setting, planner.dtype)
     found = [text for text in (_fitting(planner, *c, machine, local_world_size) for c in single) if text]
     if found:
         return _without_repeats(found)
@@ -186,8 +190,9 @@ def _round_between(low: float, high: float) -> float | None:
     return None
 
 
-def _single_changes(setting: Setting) -> Iterator[tuple[list[str], Setting]]:
+def _single_changes(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[list[str], Setting]]:
     yield [], setting  # another ratio alone
+    yield from _exact(setting, dtype)
     work = setting.work
     if work is None:
         return
@@ -195,13 +200,28 @@ def _single_changes(setting: Setting) -> Iterator[tuple[list[str], Setting]]:
     yield from ((words, replace(setting, work=other)) for words, other in _smaller(work))
 
 
-def _combinations(setting: Setting) -> Iterator[tuple[list[str], Setting]]:
+def _combinations(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[list[str], Setting]]:
+    for words, exact in _exact(setting, dtype):
+        for more, both in _exact(exact, dtype):
+            yield [*words, *more], both
     work = setting.work
     if work is None:
         return
     for words, other in _recomputing(work):
         for more, smaller in _smaller(other):
             yield [*words, *more], replace(setting, work=smaller)
+
+
+def _exact(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[list[str], Setting]]:
+    """Less memory for optimizer states, or gradients kept where there is room, with results that keep their bits."""
+    options = setting.options
+    if options.state_format is StateFormat.FP32 and dtype == torch.bfloat16:
+        split = replace(options, state_format=StateFormat.SPLIT)
+        yield ["engine.state_format=split"], replace(setting, options=split)
+    if options.overlapped and options.streamed_share == 0 and options.state_format is not StateFormat.INT8:
+        for share in (0.5, 1.0):
+            streamed = replace(options, streamed_share=share)
+            yield [f"engine.streamed_share={share:g}"], replace(setting, options=streamed)
 
 
 def _recomputing(work: Workload) -> Iterator[tuple[list[str], Workload]]:

@@ -10,12 +10,12 @@ Per group of `n` parameters over `W` shards, `b` bytes each:
 Below stage 3 all groups stay gathered; with gradients that are reduced once per step (stages 0 and 1 with
 accumulation) they add up whole, in float32.
 
-Gradients of the host tier are counted until backward has ended, though their copies let go of them earlier: the
-program may be far ahead of the device.
+Gradients that the host steps are counted while their copies may be under way, the others until backward has ended.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,11 +58,19 @@ class Peak:
 
 
 def find_peak(
-    loads: Sequence[GroupLoad], *, itemsize: int, num_shards: int, stage: int, keeps_grads: bool, reduces_once: bool
+    loads: Sequence[GroupLoad],
+    *,
+    itemsize: int,
+    num_shards: int,
+    stage: int,
+    waits: Sequence[bool],
+    max_copying: int,
+    reduces_once: bool,
 ) -> Peak:
     """The worst moment of a step. `loads`: the gather groups in forward order, the root first.
 
-    `keeps_grads`: reduced gradients wait for the step on the device; false where they are accumulated elsewhere.
+    `waits`: of each group, whether its reduced gradient waits for the step on the device. Of the others `max_copying`
+    are there at one time, on their way to the host; 0 where they are accumulated elsewhere.
     `reduces_once`: several micro-batches add up before one reduction (stages 0 and 1).
     """
     if not loads:
@@ -75,7 +83,8 @@ def find_peak(
     whole_grads = sum(load.shard_numel * num_shards for load in loads)
     # a tied head's gradient waits at the root for the embedding's
     base += 4 * whole_grads if reduces_once else loads[0].shard_numel * num_shards * itemsize
-    grads, reducing = 0, 0
+    waiting, reducing = 0, 0
+    copying: deque[int] = deque(maxlen=max_copying)
     for index in range(len(loads) - 1, -1, -1):
         load = loads[index]
         ahead = loads[index - 1].num_params if index > 1 and stage == 3 else 0
@@ -83,11 +92,14 @@ def find_peak(
         trained = load.shard_numel * num_shards
         gathered = base + itemsize * (own + ahead)
         work = kept + load.work_bytes
+        grads = itemsize * (waiting + sum(copying))
         moments.append(Peak(f"backward of {load.name}", grads, gathered + reducing + itemsize * trained, work))
         kept -= load.kept_bytes
         reducing = 4 * trained
         buffers = gathered + itemsize * trained + reducing + 4 * load.shard_numel
         moments.append(Peak(f"reduction of {load.name}", grads, buffers, kept))
-        if keeps_grads:
-            grads += itemsize * load.shard_numel
+        if waits[index]:
+            waiting += load.shard_numel
+        else:
+            copying.append(load.shard_numel)
     return max(moments, key=lambda peak: peak.num_bytes)

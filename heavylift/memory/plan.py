@@ -18,7 +18,7 @@ from heavylift.errors import UserError
 from heavylift.memory.machine import MachineMemory
 from heavylift.memory.peak import GroupLoad, find_peak
 from heavylift.offload.optimizer import NUM_STAGING_SLOTS, TieredOptions
-from heavylift.offload.overlap import kept_gradient_bytes
+from heavylift.offload.overlap import MAX_COPYING, kept_gradient_bytes
 from heavylift.offload.staging import StagingRing
 from heavylift.offload.states import kept_dtypes, part_layout
 from heavylift.offload.streamed import slot_bytes
@@ -118,12 +118,18 @@ def make_plan(
         pinned_bytes += whole_pages(StagingRing.num_bytes(NUM_STAGING_SLOTS, max(staged), dtype, grad_dtype))
     if any(host_numels) and options.keeps_gradients:
         pinned_bytes += whole_pages(kept_gradient_bytes(by_cpu, dtype, len(numels)))
+    # what the CPU steps leaves the device in backward, unless a part of the group is stepped there
+    waits = iter(
+        not options.accumulate and (not options.overlapped or on_device > 0 or on_bus)
+        for on_device, on_bus in zip(device_numels, chosen, strict=True)
+    )
     peak = find_peak(
         loads,
         itemsize=dtype.itemsize,
         num_shards=num_shards,
         stage=stage,
-        keeps_grads=not options.accumulate,
+        waits=[load.shard_numel > 0 and next(waits) for load in loads],
+        max_copying=0 if options.accumulate else MAX_COPYING,
         reduces_once=options.accumulate and stage < 2,
     )
     return MemoryPlan(

@@ -52,7 +52,7 @@ class ModelPlanner:
     def __init__(self, sharded: ShardedModel, shape: LayerShape | None, dtype: torch.dtype) -> None:
         """`shape`: None where the model's sizes are not known; then no activations are counted."""
         self._shape = shape
-        self._dtype = dtype
+        self.dtype = dtype
         self._stage = sharded.stage
         self._num_shards = sharded.mesh.size(sharded.mesh.ndim - 1)
         self._param_shards = sum(padded_numel(p) for group in sharded.groups for _, p in group.params)
@@ -70,7 +70,7 @@ class ModelPlanner:
             self._param_shards,
             options,
             stage=self._stage,
-            dtype=self._dtype,
+            dtype=self.dtype,
             num_shards=self._num_shards,
         )
 
@@ -84,12 +84,12 @@ class ModelPlanner:
         in_head = work.chunk_tokens > 0 and any(group.role is _Role.HEAD for group in self._groups)
         found = [self._load(group, self._shape, work, in_head) for group in self._groups]
         if not in_head:
-            found.append(GroupLoad("loss", 0, 0, work_bytes=loss_bytes(self._shape, work, self._dtype.itemsize)))
+            found.append(GroupLoad("loss", 0, 0, work_bytes=loss_bytes(self._shape, work, self.dtype.itemsize)))
         return found
 
     def _load(self, group: _Sizes, shape: LayerShape, work: Workload, loss_in_head: bool) -> GroupLoad:
         kept = host = 0
-        itemsize = self._dtype.itemsize
+        itemsize = self.dtype.itemsize
         # the output of the embedding, or of whatever else it is, has a gradient as large as itself
         needed = input_bytes(shape, work, itemsize)
         if group.role is _Role.LAYER:

@@ -27,7 +27,7 @@ from heavylift.offload.tensors import StepTensors
 
 _BLOCK = 4096
 _REVISE_BLOCK = 2048  # more values of each element are alive at once
-_UNPACKED_ELEMENTS = 2**25
+_UNPACKED_ELEMENTS = 2**22  # temporaries of about 40 bytes each, which no plan counts
 _SUM_BLOCK, _SUM_BLOCKS = 1024, 16
 
 # Triton's compiler reads the signatures below, not Python's types

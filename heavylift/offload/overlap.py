@@ -42,6 +42,11 @@ MIN_COEFFICIENT = 2.0**-7
 """A group whose own norm already asks for a smaller clipping coefficient than this is not stepped speculatively."""
 
 
+MAX_COPYING = 4
+"""Gradients on the device that wait for their copy to the host at one time. The program runs ahead of the device, and
+would otherwise be many layers, and their gradients, ahead; so far ahead the device has enough to do while it waits."""
+
+
 @dataclass
 class _GroupState:
     """What is known of a group's gradient in the step at hand."""
@@ -182,7 +187,8 @@ class OverlappedSteps:
                 self._kept[host_part].copy_(flat[host_part.start : host_part.stop], non_blocking=True)
             self._sums_host[index].copy_(self.sums[index], non_blocking=True)
         state.d2h_event = record(streams.d2h)
-        self._hold_until_copied(state.d2h_event, flat)
+        if state.grads_device is None:
+            self._hold_until_copied(state.d2h_event, flat)
         if self._speculating:
             grads = self._grads_of(host_part, state)
             task = partial(self._speculate, index, host_part, state.steps, grads, state.d2h_event)
@@ -208,6 +214,8 @@ class OverlappedSteps:
         if event is None:
             return
         self._let_go_of_copied()
+        while len(self._in_flight) >= MAX_COPYING:
+            self._in_flight.popleft()[0].synchronize()
         self._in_flight.append((event, flat))
 
     def _let_go_of_copied(self) -> None:
