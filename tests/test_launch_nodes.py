@@ -17,8 +17,10 @@ from conftest import command_env
 from processes import gone
 
 from heavylift.errors import UserError
+from heavylift.launch.failures import Told
 from heavylift.launch.hostfile import choose, read_hostfile
 from heavylift.launch.multinode import forwarded_environment, read_environment_file, remote_line
+from heavylift.launch.node_errors import NodeStderr, hand_up
 from heavylift.launch.options import parse_options
 from heavylift.launch.placement import parse_places
 from heavylift.launch.slurm import expand_nodes, job_nodes, srun_command
@@ -75,13 +77,18 @@ note |= {"total": total, "argv": sys.argv[1:], "cwd": os.getcwd(), "pid": os.get
 with open(f"rank{rank}.tmp", "w") as file:
     json.dump(note, file)
 os.rename(f"rank{rank}.tmp", f"rank{rank}.json")
+if "--wrong" in sys.argv and (rank == 1 or "--all" in sys.argv):
+    from heavylift.errors import UserError
+    while not os.path.exists(f"rank{1 - rank}.json"):
+        time.sleep(0.05)
+    raise UserError("this is wrong", f"so is that of rank {rank}")
 if "--die" in sys.argv and rank == 1:
     while not os.path.exists("rank0.json"):
         time.sleep(0.05)
     if "--255" in sys.argv:
         sys.exit(-1)
     raise RuntimeError("boom on the second node")
-if "--die" in sys.argv or "--sleep" in sys.argv:
+if {"--die", "--sleep", "--wrong"} & set(sys.argv):
     time.sleep(300)
 """
 
@@ -176,6 +183,41 @@ def test_a_failure_on_one_node_ends_the_other(cluster: Path, launch: Callable[..
     assert any(line.startswith("  | ") and line.endswith("boom on the second node") for line in err.splitlines())
     assert err.splitlines()[-1] == "error: host node-b failed; the other hosts' ranks are ended"
     assert "ended by SIGTERM" not in err
+
+
+@pytest.mark.parametrize(("by", "whose"), [("ssh", "all"), ("ssh", "one"), ("srun", "all")])
+def test_a_user_error_of_every_node_is_said_once(
+    cluster: Path, launch: Callable[..., subprocess.Popen[str]], by: str, whose: str
+) -> None:
+    flags, job = ["-H", "hosts", "--no_ssh_check", "--master_addr", "127.0.0.1"], {}
+    if by == "srun":
+        flags, job = ["--launcher", "slurm"], {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "gpu[07-08]"}
+    process = launch(*flags, "--master_port", free_port(), "-q", "train.py", "--wrong", f"--{whose}", **job)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2, err
+    number = next(number for number, text in enumerate(TRAIN.splitlines(), 1) if "raise UserError" in text)
+    # the ranks come there at about the same time; one that comes late is ended before it can say anything
+    said = [line.replace("error: rank 1: ", "error: ") for line in err.splitlines()]
+    assert said.count(f"error: train.py:{number}: this is wrong") == 1 and len(set(said)) == len(said)
+    assert set(said[1:]) <= {f"error: train.py:{number}: so is that of rank {rank}" for rank in range(2)}
+    if whose == "one":
+        assert len(said) == 2 and all(line.startswith("error: rank 1: ") for line in err.splitlines())
+
+
+def test_marked_lines_are_taken_out_however_they_come(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    told = [Told(3, 1.5, 2, ("one", "é\ntwo")), Told(0, 2.5, 2, ("one",)), Told(1, 3.5, 1)]
+    hand_up(told)
+    marked = capfd.readouterr().err.encode()
+    text = b"50%\r 60%" + marked + b"a\x1eb \x1eheavylift is\n\x1e"
+    for size in (1, 3, 7, 1000):
+        (tmp_path / str(size)).mkdir()
+        stderr = NodeStderr(str(tmp_path / str(size)), 2)
+        with stderr, stderr.writing_end(1) as end:
+            for start in range(0, len(text), size):
+                os.write(end, text[start : start + size])
+                stderr._read(1)
+        assert stderr.told == told[:2]
+        assert capfd.readouterr().err == "50%\r 60%a\x1eb \x1eheavylift is\n\x1e"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -11,17 +11,19 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from heavylift.errors import EXIT_USER_ERROR, UserError
-from heavylift.launch.report import SHUTDOWN_S, first_cause
+from heavylift.launch.node_errors import NodeStderr
+from heavylift.launch.report import SHUTDOWN_S, first_cause, show_user_errors
 from heavylift.launch.runner import ending_signals
 
 STDIN_VARIABLE = "HEAVYLIFT_ENDS_WITH_STDIN"
@@ -148,11 +150,17 @@ def run_nodes(nodes: Sequence[NodeCommand]) -> int:
     That is 0, the code of the node that failed first, or 128 + n for signal n.
     """
     started: list[subprocess.Popen[bytes]] = []
-    with _signals_raise():
+    with _signals_raise(), ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="heavylift-nodes-"))
+        stderr = NodeStderr(folder, len(nodes))
+        stack.callback(lambda: show_user_errors(stderr.told))
+        stack.enter_context(stderr)
         try:
-            for node in nodes:
-                # a session of its own: a Ctrl-C of the terminal comes to us alone, and we end it in order
-                started.append(subprocess.Popen(node.argv, stdin=subprocess.PIPE, start_new_session=True))
+            for index, node in enumerate(nodes):
+                with stderr.writing_end(index) as end:
+                    # a session of its own: a Ctrl-C of the terminal comes to us alone, and we end it in order
+                    process = subprocess.Popen(node.argv, stdin=subprocess.PIPE, stderr=end, start_new_session=True)
+                    started.append(process)
             codes = _wait(started)
         except FileNotFoundError as error:
             raise UserError(f"{error.filename}: not found on this machine; it starts the ranks of the others") from None

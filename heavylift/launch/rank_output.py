@@ -130,13 +130,16 @@ class RankStderr:
         except BlockingIOError:
             return False
         self._kept[rank] = (self._kept[rank] + chunk)[-_KEPT_BYTES:]
+        self._pass(rank, chunk)
+        return bool(chunk)
+
+    def _pass(self, rank: int, chunk: bytes) -> None:
         try:
             written = 0
             while written < len(chunk):
                 written += os.write(self._target, chunk[written:])
         except OSError:  # our own stderr is gone: the ranks must not stand still for that
             pass
-        return bool(chunk)
 
 
 def _pipe(folder: str, local_rank: int) -> Path:

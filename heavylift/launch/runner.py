@@ -25,7 +25,8 @@ from heavylift.launch.binding import binding_environment, machine_places
 from heavylift.launch.deaths import DeathWatch
 from heavylift.launch.devices import gpu_pci_ids
 from heavylift.launch.entry import PARENT_VARIABLE
-from heavylift.launch.failures import FAILURES_VARIABLE, read_told
+from heavylift.launch.failures import FAILURES_VARIABLE, Told, read_told
+from heavylift.launch.node_errors import hand_up
 from heavylift.launch.oom import read_oom_count
 from heavylift.launch.rank_output import LOG_VARIABLE, PIPES_VARIABLE, RankStderr, end_of_file, last_lines, log_file
 from heavylift.launch.report import SHUTDOWN_S, RankFailure, first_cause, report, show_user_errors, with_told
@@ -62,8 +63,8 @@ class NodeRun:
     """Variables for the workers, beside those of the launcher."""
     show_tail: bool = True
     """Whether the end of the failed rank's stderr is shown."""
-    quiet_end: bool = False
-    """Whether somebody else tells of a signal that ended the run."""
+    is_part: bool = False
+    """Whether another launcher has started this one: it tells of signals that end the run, and of user errors."""
 
 
 def started_elsewhere() -> bool:
@@ -129,7 +130,7 @@ def run_node(run: NodeRun, root: Path = Path("/")) -> int:
                 elastic_launch(_launch_config(run, folder), sys.executable)(*command)
         except ChildFailedError as failed:
             told = read_told(Path(folder))
-            show_user_errors(list(told.values()))
+            _say_user_errors(run, list(told.values()))
             failures = with_told(_failures(failed.failures, deaths.seconds), told)
             world_size = run.world_size or run.num_ranks
             oom = (before, read_oom_count(root))
@@ -137,8 +138,8 @@ def run_node(run: NodeRun, root: Path = Path("/")) -> int:
                 return report(failures, world_size, oom, None)
             return report(failures, world_size, oom, lambda failure: _tail(run, stderr, failure), stderr is not None)
         except SignalException as ended:
-            show_user_errors(list(read_told(Path(folder)).values()))
-            if not run.quiet_end:
+            _say_user_errors(run, list(read_told(Path(folder)).values()))
+            if not run.is_part:
                 print(f"ended by {ended.sigval.name}; the workers are stopped", file=sys.stderr)
             return 128 + ended.sigval
         except (DistNetworkError, DistStoreError) as error:
@@ -151,6 +152,13 @@ def run_node(run: NodeRun, root: Path = Path("/")) -> int:
         except KeyboardInterrupt:  # before torch set its handlers
             return 128 + signal.SIGINT
     return 0
+
+
+def _say_user_errors(run: NodeRun, told: Sequence[Told]) -> None:
+    if run.is_part:
+        hand_up(told)
+    else:
+        show_user_errors(told)
 
 
 def _pipes(folder: str, num_ranks: int) -> RankStderr | None:

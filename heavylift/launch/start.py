@@ -81,31 +81,31 @@ def _start(options: LaunchOptions, ours: bool) -> int:
     if options.as_if_not_given:
         _note(options, f"{', '.join(options.as_if_not_given)}: as DeepSpeed does, taken as not given")
     if options.world_info is not None:
-        return start_node(options, _from_world(options, options.world_info), quiet_end=ours)
+        return start_node(options, _from_world(options, options.world_info), is_part=ours)
     around = surroundings()
     if isinstance(around, Rank):
         _become_rank(options, around)
     if options.no_ssh or options.node_rank is not None:
-        return start_node(options, _by_hand(options), quiet_end=ours)
+        return start_node(options, _by_hand(options), is_part=ours)
     if isinstance(around, Node):
         # every node runs this line: to start the others from here would start them many times over
         _note(options, f"started by {around.who} as node {around.node_rank} of {around.num_nodes}; no hostfile is read")
-        return start_node(options, _of_surroundings(options, around), quiet_end=ours)
+        return start_node(options, _of_surroundings(options, around), is_part=ours)
     if options.launcher == "slurm":
         return _start_by_srun(options)
     hostfile = options.hostfile or (DEFAULT_HOSTFILE if DEFAULT_HOSTFILE.exists() else None)
     if hostfile is None:
-        return start_node(options, _alone(options), quiet_end=ours)
+        return start_node(options, _alone(options), is_part=ours)
     chosen = choose(read_hostfile(hostfile), options.include, options.exclude, options.num_nodes, options.num_gpus)
     host = next(iter(chosen))
     if len(chosen) == 1 and is_this_machine(host) and not options.force_multi:
         place = NodePlace(host, chosen[host], master_addr=options.master_addr, master_port=options.master_port)
-        return start_node(options, place, quiet_end=ours)
+        return start_node(options, place, is_part=ours)
     return _start_by_ssh(options, chosen)
 
 
-def start_node(options: LaunchOptions, place: NodePlace, quiet_end: bool = False) -> int:
-    """Starts this machine's ranks and waits. `quiet_end`: another launcher tells of signals. Raises UserError."""
+def start_node(options: LaunchOptions, place: NodePlace, is_part: bool = False) -> int:
+    """Starts this machine's ranks and waits. `is_part`: another launcher has started this one. Raises UserError."""
     gpus = gpu_count()
     _check_slots(place, gpus)
     num_ranks = len(place.slots)
@@ -137,7 +137,7 @@ def start_node(options: LaunchOptions, place: NodePlace, quiet_end: bool = False
         place.master_addr,
         place.master_port,
         environment,
-        quiet_end=quiet_end,
+        is_part=is_part,
     )
     with ExitStack() as stack:
         stack.enter_context(saved_pid(options.save_pid))
