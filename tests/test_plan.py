@@ -44,20 +44,22 @@ WHOLE_LOGITS = replace(MEASURED, chunk_tokens=0)
 def measured_gib(file: str, case: str) -> float:
     """Peak allocated device memory of a committed measurement on 2 x H200."""
     found = json.loads((RESULTS / file).read_text())
+    if "calls" in found:
+        return float(found["calls"][-1]["variants"][case]["peak_device_gib"])
     if "cases" in found:
         return float(found["cases"][case]["peak_device_gib"])
     return max(step["mem_device_gib"] for step in found["runs"][case]["steps"])
 
 
 COMPARISON, SCHEDULES = "llama_3_1_8b_2xh200_comparison.json", "llama_3_1_8b_2xh200_schedules.json"
+VARIANTS = "llama_3_1_8b_2xh200_variants.json"
 
 
 @pytest.mark.parametrize(
     ("file", "case", "work", "ratio"),
     [
         (COMPARISON, "heavylift-device", MEASURED, 0.0),
-        (COMPARISON, "heavylift-host90-calm", MEASURED, 0.9),
-        (COMPARISON, "heavylift-host90-clipped", MEASURED, 0.9),
+        (VARIANTS, "0:fp32:speculative", MEASURED, 0.9),
         (SCHEDULES, "device, whole logits, checkpoint outside compile", WHOLE_LOGITS, 0.0),
         (SCHEDULES, "host 0.9 synchronous", WHOLE_LOGITS, 0.9),
     ],
@@ -66,7 +68,7 @@ def test_the_estimate_is_near_what_was_measured_and_not_below(
     file: str, case: str, work: Workload, ratio: float
 ) -> None:
     plan = llama_8b(2).plan(TieredOptions(tier=Tier.HOST, ratio=ratio, schedule=Schedule.AUTO), work)
-    assert 1.0 <= plan.device_bytes / GIB / measured_gib(file, case) <= 1.05
+    assert 1.0 <= plan.device_bytes / GIB / measured_gib(file, case) <= 1.07
 
 
 def test_staging_is_what_was_measured() -> None:

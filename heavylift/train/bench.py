@@ -153,6 +153,8 @@ def _setup(run: Run) -> dict[str, Any]:
         "tier": engine.offload_optimizer.value,
         "ratio": run.engine.optimizer.options.ratio if on_host else 0.0,
         "schedule": engine.schedule.value if on_host else None,
+        "state_format": engine.state_format.value,
+        "streamed_share": engine.streamed_share if on_host else 0.0,
         "max_grad_norm": train.max_grad_norm,
         "cpu_threads": run.engine.optimizer.options.num_threads,
     }

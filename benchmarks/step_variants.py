@@ -1,0 +1,187 @@
+"""Steps of one sharded model under several options of the optimizer, one after the other, without building it anew.
+
+    torchrun --nproc-per-node 2 benchmarks/step_variants.py examples/llama_3_1_8b_random.yaml \
+        --variants device,0:fp32:speculative,0.5:split:deferred --out variants.json engine.ratio=0.9
+
+A variant is `device`, or STREAMED_SHARE:STATE_FORMAT:SCHEDULE with the recipe's share of the states on the host.
+`speculative` runs with a clipping limit that never strikes, the others with one that always does. Compiling and
+starting are paid once, so a variant costs its steps and the page-locking of its memory. The bus is measured first: all
+processes at the same time, with copies of 256 MB.
+
+Times are of `Engine.train_step`, every process after a barrier; rank 0's are written. The weights go on from variant to
+variant: losses are no part of the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from heavylift.config.recipe import load_recipe
+from heavylift.config.schema import Schedule, StateFormat, Tier
+from heavylift.engine import Engine, build_optimizer, parameter_groups
+from heavylift.offload.optimizer import TieredOptions
+from heavylift.train.setup import Run, set_up
+from heavylift.train.waits import WaitWatch, seconds_names
+
+NEVER, ALWAYS = 1e6, 1e-6
+"""Clipping limits above and below every norm."""
+BUS_BYTES, BUS_COPIES = 2**28, 16
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The same random tokens in every step."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--variants", type=lambda text: text.split(","), required=True)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=3, help="first steps that the median leaves out")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file, written anew after every variant")
+    args = parser.parse_intermixed_args()
+    if not 0 <= args.warmup < args.steps:
+        parser.error("--warmup is from 0 and below --steps")
+    for variant in args.variants:
+        try:
+            options_of(variant, TieredOptions())
+        except ValueError as error:
+            parser.error(f"--variants: {variant}: expected device or SHARE:FORMAT:SCHEDULE: {error}")
+    return args
+
+
+def options_of(variant: str, base: TieredOptions) -> TieredOptions:
+    """The options of a variant. Raises ValueError for what is none."""
+    if variant == "device":
+        return replace(base, tier=Tier.DEVICE, schedule=Schedule.SYNCHRONOUS, max_grad_norm=ALWAYS)
+    share, state_format, schedule = variant.split(":")
+    return replace(
+        base,
+        tier=Tier.HOST,
+        streamed_share=float(share),
+        state_format=StateFormat(state_format),
+        schedule=Schedule(schedule),
+        max_grad_norm=NEVER if schedule == Schedule.SPECULATIVE else ALWAYS,
+    )
+
+
+def bus_gb_per_s(device: torch.device) -> dict[str, float]:
+    """Page-locked copies of this process while all others do the same: up, down, and both directions together."""
+    host = [torch.empty(BUS_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there = [torch.empty(BUS_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    found = {}
+    for kind, directions in (("up", (0,)), ("down", (1,)), ("both", (0, 1))):
+        torch.cuda.synchronize()
+        dist.barrier()
+        start_s = time.perf_counter()
+        for _ in range(BUS_COPIES):
+            for direction in directions:
+                with torch.cuda.stream(streams[direction]):
+                    pair = (there[0], host[0]) if direction == 0 else (host[1], there[1])
+                    pair[0].copy_(pair[1], non_blocking=True)
+        torch.cuda.synchronize()
+        found[kind] = BUS_COPIES * BUS_BYTES * len(directions) / (time.perf_counter() - start_s) / 1e9
+    return found
+
+
+def random_batch(run: Run) -> Batch:
+    """This process's tokens."""
+    generator = torch.Generator().manual_seed(run.ranks.rank)
+    size = (run.recipe.train.per_device_train_batch_size, run.recipe.data.cutoff_len)
+    ids = torch.randint(0, int(run.hf_config.vocab_size), size, generator=generator)
+    ids = ids.pin_memory() if run.ranks.device.type == "cuda" else ids
+    return Batch(ids, ids.clone())
+
+
+def measure(run: Run, options: TieredOptions, batch: Batch, num_steps: int, num_warmup: int) -> dict[str, Any]:
+    """Steps of one variant. A collective."""
+    train, sharded, device = run.recipe.train, run.engine.sharded, run.ranks.device
+    on_gpu = device.type == "cuda"
+    start_s = time.perf_counter()
+    optimizer = build_optimizer(
+        sharded,
+        parameter_groups(sharded.module, train.weight_decay),
+        options,
+        lr=train.learning_rate,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_epsilon,
+    )
+    built_s = time.perf_counter() - start_s
+    engine, watch, steps = Engine(sharded, optimizer, device), WaitWatch(optimizer.worker_threads), []
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    for step in range(num_steps):
+        dist.barrier()
+        start_s = time.perf_counter()
+        engine.train_step([batch], batch.input_ids.numel() * run.ranks.world_size)
+        step_s = time.perf_counter() - start_s
+        gate_device_s = optimizer.take_device_gate_s()
+        waits = watch.step(step + 1, optimizer.last_schedule, optimizer.timeline.take(), gate_device_s)
+        seconds = {name: round(getattr(waits, name), 4) for name in seconds_names()}
+        steps.append({"step_s": round(step_s, 4), "schedule": waits.schedule, "hidden": waits.hidden, **seconds})
+    found = {
+        "step_s": statistics.median(step["step_s"] for step in steps[num_warmup:]),
+        "built_s": round(built_s, 1),
+        "peak_device_gib": round(torch.cuda.max_memory_allocated() / GIB, 2) if on_gpu else None,
+        "host_gib": round(optimizer.usage.host_bytes / GIB, 2),
+        "pinned_gib": round(optimizer.usage.pinned_bytes / GIB, 2),
+        "steps": steps,
+    }
+    optimizer.close()
+    return found
+
+
+def main() -> None:
+    """All variants."""
+    args = arguments()
+    run = set_up(load_recipe(args.recipe, args.overrides))
+    base, batch = run.engine.optimizer.options, random_batch(run)
+    run.engine.optimizer.close()
+    # the run is frozen, its engine is not: nothing else may hold the states of the first optimizer
+    run.engine.optimizer = None  # type: ignore[assignment]
+    on_gpu = run.ranks.device.type == "cuda"
+    result: dict[str, Any] = {
+        "recipe": args.recipe,
+        "overrides": args.overrides,
+        "num_processes": run.ranks.world_size,
+        "ratio": base.ratio,
+        "gpu": torch.cuda.get_device_name() if on_gpu else None,
+        "torch": torch.__version__,
+        "bus_gb_per_s": bus_gb_per_s(run.ranks.device) if on_gpu else None,
+        "variants": {},
+    }
+    for variant in args.variants:
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+        found = measure(run, options_of(variant, base), batch, args.steps, args.warmup)
+        result["variants"][variant] = found
+        if run.ranks.rank == 0:
+            print(f"{variant:<24} {found['step_s']:.3f} s, device {found['peak_device_gib']} GiB", flush=True)
+            args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    dist.barrier()
+    # not left to the interpreter's own end: see docs/log.md on gloo's threads
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
