@@ -15,8 +15,10 @@ import pytest
 import yaml
 from conftest import Finished, command_env
 
+from heavylift.errors import UserError
 from heavylift.offload.policy import CALM_STEPS
 from heavylift.train.bench import finite, offload_summary, speeds, spread
+from heavylift.train.bench_request import BenchRequest
 from heavylift.train.metrics import StepMetrics
 from heavylift.train.waits import StepWaits
 
@@ -187,6 +189,12 @@ class TestBadInput:
         ended = run_heavylift("bench", recipe, "--out", tmp_path / "file")
         assert ended.rc == 2 and len(ended.errors) == 1 and "change --out" in ended.errors[0]
 
+    def test_warm_up_leaves_a_step(self) -> None:
+        BenchRequest("n", "p", 1, 0.0).check(2)
+        with pytest.raises(UserError, match="^--warmup: expected fewer than the 2 steps of the run, got 2; raise"):
+            BenchRequest("n", "p", 2, 0.0).check(2)
+
+    @pytest.mark.soak
     def test_warm_up_is_checked_where_only_the_data_know_the_number_of_steps(
         self, recipe: Path, run_heavylift: Run, tmp_path: Path
     ) -> None:

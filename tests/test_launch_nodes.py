@@ -185,7 +185,9 @@ def test_a_failure_on_one_node_ends_the_other(cluster: Path, launch: Callable[..
     assert "ended by SIGTERM" not in err
 
 
-@pytest.mark.parametrize(("by", "whose"), [("ssh", "all"), ("ssh", "one"), ("srun", "all")])
+@pytest.mark.parametrize(
+    ("by", "whose"), [("ssh", "all"), ("srun", "all"), pytest.param("ssh", "one", marks=pytest.mark.soak)]
+)
 def test_a_user_error_of_every_node_is_said_once(
     cluster: Path, launch: Callable[..., subprocess.Popen[str]], by: str, whose: str
 ) -> None:

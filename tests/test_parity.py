@@ -137,6 +137,8 @@ def test_tier_kernel_and_schedule_do_not_change_a_bit(world: int, stage: int, ki
     setup = replace(EXACT_SETUPS[kind], stage=stage)
     device = run_on_ranks(world, train_job, folder, setup, STEPS[:3])[0]
     variants = VARIANTS | (EARLY_VARIANTS if setup.clip == 0 else {})
+    if world == 4:  # what uneven and empty shards could change; four ranks on few cores are slow
+        variants = {name: variants[name] for name in ("host", "deferred_part", "speculative_part") if name in variants}
     for name, change in variants.items():
         other = run_on_ranks(world, train_job, folder, replace(setup, **change), STEPS[:3])[0]
         assert_same_bits(device, other, name)

@@ -112,8 +112,12 @@ def test_the_written_config_runs_again_to_the_same_bits(
     assert weights[0] == weights[1]
 
 
+@pytest.mark.soak
 def test_accumulation_equals_processes(first: tuple[Path, Finished], folder: Path, run_heavylift: Run) -> None:
-    """One process with two micro-batches sees what two processes see; float32 sums differ in order (seen: 1e-6)."""
+    """One process with two micro-batches sees what two processes see; float32 sums differ in order (seen: 1e-6).
+
+    Its halves are `test_data_batches.py` (the same rows) and `test_gradient_accumulation.py` (the same step).
+    """
     overrides = [f"train.output_dir={folder / 'one'}", "launch.nproc=1", "train.gradient_accumulation_steps=2"]
     done = run_heavylift("train", folder / "first.yaml", *overrides, "engine.zero_stage=1")
     assert done.rc == 0, done.stderr
