@@ -442,6 +442,3 @@ def test_a_mistake_of_a_script_is_one_line_and_exit_code_2(tmp_path: Path) -> No
         f"error: {script}:10: backward: the loss depends on no trained parameter; run forward with gradients, through "
         "engine(...)"
     ]
-    env["HEAVYLIFT_DEBUG"] = "1"
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1 and "Traceback" in done.stderr

@@ -219,10 +219,14 @@ def test_slots_that_the_host_cannot_hold_are_refused_before_they_are_taken() -> 
     assert (store.num_bytes, store.usage.host_bytes) == (5 * 128, 0), "in whole cache lines"
 
 
-COMPILED = [How(1, compiled=True), How(2, compiled=True), How(1, True, compiled=True)]
+COMPILED = [How(1, compiled=True), How(1, True, compiled=True), How(2, True, True, True)]
+# parts of the last
+MORE_COMPILED = [
+    pytest.param(how, marks=pytest.mark.soak) for how in (How(2, compiled=True), How(1, False, True, True))
+]
 
 
-@pytest.mark.parametrize("how", [*COMPILED, How(1, False, True, True), How(2, True, True, True)], ids=str)
+@pytest.mark.parametrize("how", [*COMPILED, *MORE_COMPILED], ids=str)
 def test_compiled_layers(how: How) -> None:
     torch._dynamo.reset()
     plain = run(tiny_llama())

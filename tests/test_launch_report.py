@@ -102,6 +102,9 @@ def test_what_a_script_calls_first_shows_its_mistakes_as_lines(
     assert left.value.code == 2 and capfd.readouterr().err == "error: one: in two lines\nerror: two\n"
     sys.excepthook(KeyError, KeyError("k"), None)
     assert other == [KeyError]
+    monkeypatch.setenv("HEAVYLIFT_DEBUG", "1")
+    sys.excepthook(UserError, UserError("shown whole"), None)
+    assert other == [KeyError, UserError] and capfd.readouterr().err == ""
 
 
 def test_user_errors_are_said_once(capfd: pytest.CaptureFixture[str]) -> None:
