@@ -28,7 +28,7 @@ from heavylift.config.deepspeed.training import (
     Optimizer,
     Scheduler,
 )
-from heavylift.config.schema import Tier
+from heavylift.config.schema import StateFormat, Tier
 from heavylift.config.words import expected
 from heavylift.errors import UserError
 
@@ -105,7 +105,7 @@ def random_config(random: Random) -> dict[Any, Any]:
     if random.random() < 1 / 8:
         return {random.choice([*NAMES, 3, None, "auto"]): anything(random) for _ in range(random.randrange(6))}
     config = random_block(random, DeepSpeedConfig)
-    blocks = ["zero_optimization", "optimizer", "scheduler", "fp16", "bf16"]
+    blocks = ["zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "heavylift"]
     for name in random.sample(blocks, 2):
         config[name] = random_block(random, DeepSpeedConfig.model_fields[name].annotation)  # type: ignore[arg-type]
     zero = config.get("zero_optimization")
@@ -183,3 +183,6 @@ def test_the_random_configs_are_of_both_kinds() -> None:
     assert any(one.optimizer for one in good) and any(one.scheduler for one in good)
     assert {one.stage for one in good} == {0, 1, 2, 3} and any(one.loss_scale for one in good)
     assert any(one.offload.tier is Tier.HOST for one in good)
+    # bfloat16 parameters, which `split` needs, are rare among them
+    assert {one.state_format for one in good} >= set(StateFormat) - {StateFormat.SPLIT}
+    assert any(one.offload.streamed_share for one in good)

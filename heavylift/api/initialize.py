@@ -28,6 +28,7 @@ from heavylift.config.words import shown
 from heavylift.errors import UserError
 from heavylift.launch.binding import bind_unless_bound
 from heavylift.launch.cores import split_cores
+from heavylift.offload.formats import check_format
 from heavylift.offload.groups import make_group
 from heavylift.offload.optimizer import TieredAdamW, TieredOptions
 from heavylift.ranks import Ranks
@@ -167,7 +168,10 @@ def build_optimizer(
             inner = choice.make(choice.param_groups)
         step = TorchStep(inner, settings.gradient_clipping)
         if settings.state_format is not StateFormat.FP32 and ranks.rank == 0:
-            logger.warning("bf16.bf16_optimizer_states: no effect with %s: only AdamW has it", type(inner).__name__)
+            keys = "heavylift.state_format"
+            if settings.state_format is StateFormat.BF16:
+                keys += " or bf16.bf16_optimizer_states"
+            logger.warning("%s: no effect with %s: only AdamW has it", keys, type(inner).__name__)
         params = dict(prepared.sharded.module.named_parameters())
         for name, values in prepared.take_masters():
             step.write_master(params[name], values)
@@ -191,22 +195,28 @@ def build_optimizer(
 
 
 def tiered_options(settings: Settings, ranks: Ranks) -> TieredOptions:
-    """Where the states go and when they step. Raises UserError for `immediate` with clipping."""
+    """Where the states go, how they are stored and when they step. Raises UserError for what excludes each other, which
+    a `Settings` made by hand may ask for."""
     offload = settings.offload
     cores: Sequence[int] = split_cores(ranks.local_rank, ranks.local_world_size)
     num_threads = max(1, round(len(cores) * offload.cores_perc))
     if offload.schedule is Schedule.IMMEDIATE and settings.gradient_clipping > 0:
         raise UserError("gradient_clipping: the schedule `immediate` steps before the norm is known; set it to 0")
-    return TieredOptions(
-        tier=offload.tier,
-        ratio=offload.ratio,
-        schedule=offload.schedule if offload.tier is Tier.HOST else Schedule.SYNCHRONOUS,
-        accumulate=settings.batch.accumulation > 1 or not settings.managed_accumulation,
-        max_grad_norm=settings.gradient_clipping,
-        num_threads=num_threads,
-        cpu_ids=tuple(cores[:num_threads]) or None,
-        state_format=settings.state_format,
-    )
+    try:
+        check_format(settings.state_format, {TORCH_DTYPES[settings.precision]})
+        return TieredOptions(
+            tier=offload.tier,
+            ratio=offload.ratio,
+            schedule=offload.schedule if offload.tier is Tier.HOST else Schedule.SYNCHRONOUS,
+            accumulate=settings.batch.accumulation > 1 or not settings.managed_accumulation,
+            max_grad_norm=settings.gradient_clipping,
+            num_threads=num_threads,
+            cpu_ids=tuple(cores[:num_threads]) or None,
+            state_format=settings.state_format,
+            streamed_share=offload.streamed_share if offload.tier is Tier.HOST else 0.0,
+        )
+    except ValueError as error:
+        raise UserError(f"heavylift: {error}; change the `Settings`") from None
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:

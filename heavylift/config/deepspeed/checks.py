@@ -45,6 +45,14 @@ def precision_of(reading: Reading) -> Precision:
     return Precision.FP16 if config.fp16.enabled else Precision.BF16 if config.bf16.enabled else Precision.FP32
 
 
+def scales_loss(reading: Reading) -> bool:
+    """Whether forward computes in float16, whose losses are scaled."""
+    config = reading.config
+    autocast = config.torch_autocast
+    in_half = autocast.enabled and autocast.dtype is not None and PRECISIONS[autocast.dtype] is Precision.FP16
+    return bool(config.fp16.enabled or in_half)
+
+
 def optimizer_device(reading: Reading) -> str:
     """`none`, `cpu` or `nvme`, the old `cpu_offload` included."""
     zero = reading.config.zero_optimization
@@ -74,13 +82,18 @@ def find_conflicts(reading: Reading, world_size: int, leave_open: bool) -> list[
     `leave_open`: an "auto" that nobody filled is no problem yet.
     """
     checks = chain(*(check(reading) for check in _CHECKS), _missing_params(reading, leave_open))
-    found = [(place_of(paths, reading), text) for paths, text in checks if not _touches(paths, reading.bad)]
+    found = usable(checks, reading)
     size = reading.config.data_parallel_size
     if size is not None and size != world_size:
         found.append(
             ("data_parallel_size", f"data_parallel_size: expected the world size {world_size}, got {size}; remove it")
         )
     return found
+
+
+def usable(found: Iterable[tuple[tuple[str, ...], str]], reading: Reading) -> list[tuple[str, str]]:
+    """(a key of it as the file has it, message) of what is not concluded from a key that is wrong itself."""
+    return [(place_of(paths, reading), text) for paths, text in found if not _touches(paths, reading.bad)]
 
 
 def place_of(paths: tuple[str, ...], reading: Reading) -> str:

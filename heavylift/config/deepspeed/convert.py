@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from heavylift.config.deepspeed.own_checks import keys_without_effect
 from heavylift.config.deepspeed.reading import Reading
 from heavylift.config.deepspeed.settings import Precision, Settings
 from heavylift.config.deepspeed.training import DECAY_MAX_LR
@@ -43,7 +44,7 @@ def convert(
     _optimizer(settings, reading, draft)
     _scheduler(settings, reading, draft)
     _checkpointing(settings, draft)
-    _engine(settings, draft)
+    _engine(settings, reading, draft)
     _monitors(settings, reading, draft)
     _rest(settings, draft)
     if world_size is not None:
@@ -157,12 +158,20 @@ def _checkpointing(settings: Settings, draft: _Draft) -> None:
         )
 
 
-def _engine(settings: Settings, draft: _Draft) -> None:
+def _engine(settings: Settings, reading: Reading, draft: _Draft) -> None:
     draft.put("engine", zero_stage=settings.stage)
+    draft.remarks += [f"{key}: has no effect with states on the device" for key in keys_without_effect(reading)]
     if settings.state_format is not StateFormat.FP32:
         draft.put("engine", state_format=settings.state_format.value)
+    if settings.state_format is StateFormat.SPLIT:
+        draft.put("model", dtype="bfloat16")  # where bf16.enabled is "auto", this is what it must become
     if settings.offload.tier is Tier.HOST:
         draft.put("engine", offload_optimizer="host", ratio=settings.offload.ratio)
+        if settings.offload.streamed_share > 0:
+            draft.put("engine", streamed_share=settings.offload.streamed_share)
+        schedule = reading.config.heavylift.schedule
+        if schedule != "auto":
+            draft.put("engine", schedule=schedule)
         if settings.offload.cores_perc != 1:
             draft.remarks.append(
                 f"zero_optimization.offload_optimizer.cpuadam_cores_perc: {settings.offload.cores_perc:g}; see "

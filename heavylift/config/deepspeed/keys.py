@@ -45,6 +45,8 @@ class Key:
     """Values that ask for nothing that heavylift does not do: no note, no refusal."""
     takes_auto: bool = True
     """Whether DeepSpeed or Hugging Face understand "auto" here."""
+    own_auto: bool = False
+    """Whether "auto" is one of the key's own values, which nobody fills in."""
     block_keys: tuple[str, ...] = ()
     """Keys of a block that is refused as a whole; `...` among them: not all are known."""
     asks: Callable[[dict[str, Any]], bool] | None = None
@@ -58,9 +60,11 @@ class Key:
         return any(type(value) is type(one) and value == one for one in self.agrees)
 
 
-def done(text: str, *, there: str | None = None, aliases: tuple[str, ...] = (), auto: bool = True) -> Key:
+def done(
+    text: str, *, there: str | None = None, aliases: tuple[str, ...] = (), auto: bool = True, own_auto: bool = False
+) -> Key:
     """A key that has its meaning."""
-    return Key(Status.DONE, text, there, aliases, takes_auto=auto)
+    return Key(Status.DONE, text, there, aliases, takes_auto=auto, own_auto=own_auto)
 
 
 def no_effect(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from heavylift.config.deepspeed.checks import optimizer_device, optimizer_name, scheduler_name
+from heavylift.config.deepspeed.checks import OPTIMIZER_DEVICE, optimizer_device, optimizer_name, scheduler_name
 from heavylift.config.deepspeed.keys import key_of
+from heavylift.config.deepspeed.own_checks import keys_without_effect
 from heavylift.config.deepspeed.reading import Reading
 from heavylift.config.deepspeed.training import DECAY_MAX_LR, OURS, AdamParams
 from heavylift.config.deepspeed.zero import OffloadParam
@@ -43,6 +44,7 @@ def combined_notes(reading: Reading) -> list[str]:
             for key in dynamic
             if f"fp16.{key}" in given
         ]
+    notes += [f"{key}: no effect: {OPTIMIZER_DEVICE} is none" for key in keys_without_effect(reading)]
     pin = "zero_optimization.offload_optimizer.pin_memory"
     if (
         pin in given

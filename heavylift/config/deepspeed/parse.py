@@ -20,9 +20,11 @@ from heavylift.config.deepspeed.checks import (
     optimizer_name,
     place_of,
     precision_of,
+    scales_loss,
     scheduler_name,
 )
 from heavylift.config.deepspeed.notes import combined_notes, folded
+from heavylift.config.deepspeed.own_checks import find_own_conflicts, own_schedule, state_format_of
 from heavylift.config.deepspeed.places import key_lines, line_of
 from heavylift.config.deepspeed.reading import Reading, read_config
 from heavylift.config.deepspeed.settings import (
@@ -34,13 +36,12 @@ from heavylift.config.deepspeed.settings import (
     MonitorSettings,
     OffloadSettings,
     OptimizerSettings,
-    Precision,
     SchedulerSettings,
     Settings,
 )
 from heavylift.config.deepspeed.sources import read_source
 from heavylift.config.deepspeed.training import AdamParams
-from heavylift.config.schema import Schedule, StateFormat, Tier
+from heavylift.config.schema import Tier
 from heavylift.errors import UserError
 
 
@@ -88,6 +89,7 @@ def interpret(
     source = read_source(config)
     reading = read_config(source.values, source.name, fillings(defaults, source.values))
     problems = reading.problems + find_conflicts(reading, world_size, leave_open)
+    problems += find_own_conflicts(reading, leave_open)
     sizes, batch_notes, batch_problem = _batch(reading, world_size)
     if batch_problem is not None and not {TRAIN, MICRO, ACCUMULATION} & reading.bad:
         problems.append((place_of((TRAIN, MICRO, ACCUMULATION), reading), batch_problem))
@@ -125,21 +127,19 @@ def _resolve(reading: Reading, sizes: BatchSizes, batch_notes: list[str]) -> Set
         # as the parameters are, where they are 16 bits wide
         default = "float16" if config.fp16.enabled else "bfloat16"
         autocast = Autocast(PRECISIONS[config.torch_autocast.dtype or default])
-    precision = precision_of(reading)
-    is_scaled = precision is Precision.FP16 or (autocast is not None and autocast.dtype is Precision.FP16)
     buffer_dtype = config.data_types.buffer_dtype
     return Settings(
         batch=sizes,
-        precision=precision,
-        loss_scale=_loss_scale(config.fp16) if is_scaled else None,
+        precision=precision_of(reading),
+        loss_scale=_loss_scale(config.fp16) if scales_loss(reading) else None,
         autocast=autocast,
         cast_inputs=config.fp16.enabled and config.fp16.auto_cast,
         skip_nonfinite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
         stage=config.zero_optimization.stage,
         optimizer=_optimizer(reading),
         scheduler=_scheduler(reading),
-        offload=_offload(reading, is_scaled),
-        state_format=_state_format(config.bf16),
+        offload=_offload(reading),
+        state_format=state_format_of(reading),
         gradient_clipping=config.gradient_clipping,
         managed_accumulation=config.managed_gradient_accumulation,
         dataloader_drop_last=config.dataloader_drop_last,
@@ -197,21 +197,17 @@ def _scheduler(reading: Reading) -> SchedulerSettings | None:
     return SchedulerSettings(name, reading.params["scheduler"].model_dump(exclude_unset=True))
 
 
-def _offload(reading: Reading, is_scaled: bool) -> OffloadSettings:
+def _offload(reading: Reading) -> OffloadSettings:
     block = reading.config.zero_optimization.offload_optimizer
     if optimizer_device(reading) == "none":
         return OffloadSettings(cores_perc=block.cpuadam_cores_perc)
     return OffloadSettings(
         tier=Tier.HOST,
         ratio=block.ratio,
-        # an overflow must leave every bit as it was, which a step taken before the check could not promise
-        schedule=Schedule.DEFERRED if is_scaled else Schedule.AUTO,
+        schedule=own_schedule(reading),
+        streamed_share=reading.config.heavylift.streamed_share,
         cores_perc=block.cpuadam_cores_perc,
     )
-
-
-def _state_format(bf16: Any) -> StateFormat:
-    return StateFormat.BF16 if bf16.enabled and bf16.bf16_optimizer_states else StateFormat.FP32
 
 
 def _checkpointing(block: Any) -> CheckpointingSettings:

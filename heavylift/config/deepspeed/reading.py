@@ -169,7 +169,7 @@ def _walk_key(walk: _Walk, field_info: FieldInfo, path: Path, written: str, valu
     """The key's value for pydantic, or `_NOTHING` where it has none to give."""
     key = key_of(field_info)
     walk.written[path] = written
-    if _is_auto(value):
+    if _is_auto(value) and not key.own_auto:
         return _take_auto(walk, field_info, path, written)
     inner = block_of(field_info)
     if inner is not None or key.block_keys or path[-1] == "params":

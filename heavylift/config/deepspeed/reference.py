@@ -34,6 +34,10 @@ this for your file.
 * **no effect**: accepted and changes nothing; said once, in one line, with why.
 * **refused**: an error that names what to use instead, unless the value leaves the feature off.
 
+The block [heavylift](#heavylift) asks for what no key of DeepSpeed can: states in 10 bytes per parameter instead of 12
+with the same bits, and states on the host that the GPU steps. DeepSpeed passes over top-level keys that it does not
+know, without a word, so that a file with this block runs under both.
+
 An unknown key is an error, at the top level too; keys that begin with `_` or `//` are comments. `"auto"` is filled in
 by what calls heavylift (the Hugging Face Trainer, Accelerate); what stays `"auto"` takes the default here, said in a
 line. Whole numbers may be written `5e8`. Files may have `//`, `#` and `/* */` comments and trailing commas; the rest of
@@ -89,7 +93,7 @@ def row(name: str, field: FieldInfo) -> tuple[str, str, str, str, str]:
     key = key_of(field)
     is_block = block_of(field) is not None
     default = "a block" if is_block else _json(field.get_default(call_default_factory=True))
-    there = key.there if key.there is not None and not is_block else default
+    there = key.there if key.there is not None else default
     here = default if key.status is Status.DONE else "–"
     if key.status is Status.DONE and default == "`null`":
         here = there

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, create_model
 
 from heavylift.config.deepspeed.keys import Block, Number, Switch, Whole, done, no_effect, refused
+from heavylift.config.deepspeed.own import IGNORED_THERE, Heavylift
 from heavylift.config.deepspeed.precision import FP32_NAMES, Bf16, DataTypes, Dtype, Fp16, TorchAutocast
 from heavylift.config.deepspeed.refused import REFUSED_BLOCKS, Aio, Checkpoint, CommsLogger, Timers
 from heavylift.config.deepspeed.training import (
@@ -74,6 +75,9 @@ class _Values(Block):
     torch_autocast: Annotated[TorchAutocast, done("PyTorch's autocast.")] = TorchAutocast()
     data_types: Annotated[DataTypes, done("Dtypes of single things.")] = DataTypes()
     zero_optimization: Annotated[ZeroOptimization, done("What is sharded and where it lives.")] = ZeroOptimization()
+    heavylift: Annotated[
+        Heavylift, done("Formats, streaming and schedule of the optimizer states.", there=IGNORED_THERE)
+    ] = Heavylift()
     activation_checkpointing: Annotated[ActivationCheckpointing, done("What is recomputed in backward.")] = (
         ActivationCheckpointing()
     )

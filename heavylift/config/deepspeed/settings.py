@@ -91,6 +91,8 @@ class OffloadSettings:
     tier: Tier = Tier.DEVICE
     ratio: float = 1.0
     schedule: Schedule = Schedule.AUTO
+    streamed_share: float = 0.0
+    """Share of the host's states that the GPU steps (`heavylift.streamed_share`)."""
     cores_perc: float = 0.8
     """Share of the rank's cores that the CPU step may use (`cpuadam_cores_perc`)."""
 

@@ -27,7 +27,8 @@ class AdamParams(Block):
     amsgrad: Annotated[Switch, refused("remove it, as in DeepSpeed")] = False
     torch_adam: Annotated[Switch, no_effect("the step equals torch.optim.AdamW's", agrees=(False,))] = False
     fp32_optimizer_states: Annotated[
-        Switch, no_effect("moments are float32 unless bf16.bf16_optimizer_states is true", agrees=(True,))
+        Switch,
+        no_effect("heavylift.state_format and bf16.bf16_optimizer_states say how moments are stored", agrees=(True,)),
     ] = True
     max_grad_norm: Annotated[Number, refused("use the top-level key gradient_clipping", agrees=())] = 0.0
 

@@ -18,7 +18,8 @@ _NVME = "heavylift has no NVMe tier; use `cpu`"
 
 
 class OffloadOptimizer(Block):
-    """Where the optimizer states (float32 master and both moments, 12 bytes per parameter) live."""
+    """Where the optimizer states (float32 master and both moments: 12 bytes per parameter, fewer by
+    `heavylift.state_format`) live."""
 
     switch: ClassVar[str | None] = "device"
     off_values: ClassVar[tuple[Any, ...]] = ("none", None)
