@@ -90,7 +90,7 @@ def test_the_same_run_twice_has_the_same_bits(results: Results) -> None:
 
 def test_equal_to_the_synchronous_step(results: Results) -> None:
     exact = [row for row in rows_of(results, "comparisons") if row["exact"]]
-    assert len(exact) >= 60 * len(results)
+    assert len(exact) >= 50 * len(results)
     different = [row for row in exact if row["tensors"] or row["losses"] or row["skipped"]]
     assert [(row["setting"], row["run"], row["tensors"][:3]) for row in different] == []
     assert max(row["norm"] for row in exact) <= NORM_TOLERANCE
@@ -116,13 +116,13 @@ def test_without_gates_the_comparison_fails(results: Results) -> None:
 def test_a_state_dict_leaves_the_states_of_the_host_on_the_host(results: Results) -> None:
     for rank in results:
         assert rank["state_dict"]["device"] == 0
-        # 12 bytes of each of 4.2 million parameters, shared by the ranks
-        assert rank["state_dict"]["host"] > 12 * 4.1e6 / rank["world_size"]
+        # 12 bytes of each of 3.4 million parameters, shared by the ranks
+        assert rank["state_dict"]["host"] > 12 * 3.3e6 / rank["world_size"]
 
 
 def test_memory_is_flat_over_200_steps(results: Results) -> None:
     for row in rows_of(results, "long_runs"):
-        # gradients of one step are 8 MB
+        # gradients of one step are 6 MB and more
         assert row["device"][-1] - row["device"][1] < 2e6, row
         assert row["peak"][-1] - max(row["peak"][1:4]) < 4e6, row
         assert row["host"][-1] - row["host"][1] < 20e6, row
