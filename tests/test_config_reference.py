@@ -28,8 +28,8 @@ train.learning_rate train.lr_scheduler_type train.warmup_ratio train.warmup_step
 train.wsd_decay_ratio train.weight_decay train.adam_beta1 train.adam_beta2 train.adam_epsilon train.max_grad_norm
 train.gradient_checkpointing train.checkpoint_every train.cpu_checkpointing train.loss_chunk_tokens
 train.compile train.logging_steps train.report_to train.run_name train.eval_steps train.profile
-engine.zero_stage engine.offload_optimizer engine.ratio engine.schedule engine.state_format engine.streamed_share
-engine.cpu_threads engine.native_kernel
+engine.zero_stage engine.offload_optimizer engine.ratio engine.schedule engine.state_format engine.gradients_on
+engine.streamed_share engine.cpu_threads engine.native_kernel
 eval.sample_prompt eval.sample_max_new_tokens
 export.save export.dtype export.max_shard_size
 launch.nproc

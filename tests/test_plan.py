@@ -238,7 +238,7 @@ def test_what_leaves_the_device_follows_from_the_options() -> None:
 
     everything = 2 * 150  # when the embedding, the last of the large ones, is reduced
     assert grad_bytes(tier=Tier.DEVICE) == grad_bytes(schedule=Schedule.SYNCHRONOUS) == everything
-    assert grad_bytes(streamed_share=1.0) == everything
+    assert grad_bytes(streamed_share=1.0) == grad_bytes(gradients_on=Tier.DEVICE) == everything
     # MAX_COPYING of them; all three layers are fewer
     assert grad_bytes() == 2 * min(150, MAX_COPYING * 50)
     assert grad_bytes(accumulate=True) == 0

@@ -155,8 +155,8 @@ def apply(words: str, asked: Setting) -> Setting:
             work = replace(work, recompute=Recompute.FULL)
         elif key == "engine.state_format":
             options = replace(options, state_format=StateFormat(value))
-        elif key == "engine.streamed_share":
-            options = replace(options, streamed_share=float(value))
+        elif key == "engine.gradients_on":
+            options = replace(options, gradients_on=Tier(value))
         elif key == "train.cpu_checkpointing":
             work = replace(work, inputs_on_host=True)
         else:
@@ -174,7 +174,7 @@ def apply(words: str, asked: Setting) -> Setting:
         # both hold it, but only with smaller states: the bits stay
         (setting(), machine(30, 76), {"engine.state_format", "engine.ratio"}),
         # and these only with gradients that stay on the device, and smaller states
-        (setting(), machine(34, 60), {"engine.state_format", "engine.streamed_share"}),
+        (setting(), machine(34, 60), {"engine.state_format", "engine.gradients_on"}),
         # activations of all layers
         (setting(replace(WORK, recompute=Recompute.NOTHING)), machine(50), {"train.gradient_checkpointing"}),
         (setting(replace(WORK, micro_batch=32)), machine(50), {"train.per_device_train_batch_size"}),

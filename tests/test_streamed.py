@@ -1,4 +1,5 @@
-"""Steps that the GPU takes of states on the host: the same bits as the CPU's, in every schedule, format and cut.
+"""Steps that the GPU takes of states on the host, and gradients that wait there: the same bits as the CPU's with
+gradients on the host, in every schedule, format and cut.
 
 On a CPU the "GPU" is the same memory and every copy is immediate; streams are tested by `tests/test_gpu_schedules.py`
 and `tests/test_gpu_kernel.py`.
@@ -67,16 +68,18 @@ def setting_job(folder: Path, setup: Setup, bad: str) -> list[tuple[str, tuple[s
     if setup.accumulation > 1:
         schedules = schedules[:2]
     for schedule in schedules:
-        for share, ratio in ((1.0, 1.0), (0.5, 0.8)):
+        for share, ratio, gradients_on in ((1.0, 1.0, "host"), (0.5, 0.8, "device"), (0.0, 1.0, "device")):
             # what was taken early and revised is not the synchronous step's bits, but it is those of the CPU's revision
             by_cpu = replace(setup, schedule=schedule, ratio=ratio)
             twin = run(folder, by_cpu, STEPS, disturbance)
             with patch("heavylift.offload.streamed.CHUNK_NUMEL", CHUNK):
                 slow = replace(disturbance, host_step_s=SLOW_S)
-                other = run(folder, replace(by_cpu, streamed_share=share), STEPS, slow)
+                changed = replace(by_cpu, streamed_share=share, gradients_on=gradients_on)
+                other = run(folder, changed, STEPS, slow)
             difference = compare(other, twin)
             same_work = twin.operations == other.operations
-            found.append((f"{schedule} {share} {ratio}", difference.tensors, difference.losses, same_work))
+            name = f"{schedule} streamed {share} ratio {ratio} gradients on {gradients_on}"
+            found.append((name, difference.tensors, difference.losses, same_work))
     return found
 
 

@@ -61,6 +61,7 @@ def usage_job(folder: Path, setup: Setup, num_steps: int = 0) -> dict[str, Any]:
         accumulate=setup.accumulation > 1,
         state_format=StateFormat(setup.state_format),
         streamed_share=setup.streamed_share,
+        gradients_on=Tier(setup.gradients_on),
     )
     plan = plan_memory(sharded, options, setup.dtype)
     materialise(model, CPU)
@@ -100,6 +101,7 @@ SETUPS = {
     "int8_accumulation_part": Setup(state_format="int8", dtype=torch.bfloat16, ratio=0.37, accumulation=2),
     "split_accumulation_part": Setup(dtype=torch.bfloat16, state_format="split", ratio=0.37, accumulation=2),
     "overlapped_bfloat16_part": Setup(schedule="auto", ratio=0.37, dtype=torch.bfloat16),
+    "gradients_on_device": Setup(schedule="deferred", gradients_on="device", dtype=torch.bfloat16),
     "streamed": Setup(streamed_share=1.0, dtype=torch.bfloat16),
     "streamed_overlapped_half_split": Setup(
         streamed_share=0.5, schedule="auto", dtype=torch.bfloat16, state_format="split"
@@ -128,6 +130,8 @@ def test_allocation_is_the_plan_and_the_formula(name: str, small: Path) -> None:
         largest = rank["largest"] / shards if share else 0
         keeps_all = setup.schedule != "synchronous" and setup.accumulation == 1
         gradients = elements * share if keeps_all else largest
+        if setup.gradients_on == "device":
+            gradients = 2 * largest  # they pass through two slots
         # three slots for the states of the largest streamed group, which is far below a chunk
         assert plan.slot_bytes <= (3 * state_bytes * largest if setup.streamed_share else 0)
         if setup.streamed_share and setup.accumulation == 1:

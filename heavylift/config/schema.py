@@ -265,6 +265,9 @@ class EngineConfig(Section):
     """How optimizer states are stored: `fp32` (12 bytes per parameter); `split` (10 bytes, the same results to the bit;
     needs bfloat16 parameters); `bf16` (8 bytes: moments in bfloat16, rounded stochastically); `int8` (6 bytes: moments
     in 8 bits with a scale per 256)."""
+    gradients_on: Tier = Tier.HOST
+    """Where gradients wait until the CPU steps them: `host`, copied as they come (2 bytes of host memory per parameter),
+    or `device`, copied when it is their turn (2 bytes of device memory, which activations have left by then)."""
     streamed_share: Annotated[Float, Field(ge=0, le=1)] = 0.0
     """Share of the host's optimizer states that the GPU steps instead of the CPU: they travel over the bus and back,
     while gradients stay on the GPU. The same results to the bit. Not with `state_format: int8`."""
@@ -293,7 +296,7 @@ class EngineConfig(Section):
         if self.offload_optimizer is Tier.HOST:
             return []
         fields = type(self).model_fields
-        names = ("ratio", "schedule", "streamed_share", "cpu_threads", "native_kernel")
+        names = ("ratio", "schedule", "gradients_on", "streamed_share", "cpu_threads", "native_kernel")
         return [name for name in names if name in self.model_fields_set and getattr(self, name) != fields[name].default]
 
 

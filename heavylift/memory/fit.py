@@ -218,10 +218,9 @@ def _exact(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[list[str], Se
     if options.state_format is StateFormat.FP32 and dtype == torch.bfloat16:
         split = replace(options, state_format=StateFormat.SPLIT)
         yield ["engine.state_format=split"], replace(setting, options=split)
-    if options.overlapped and options.streamed_share == 0 and options.state_format is not StateFormat.INT8:
-        for share in (0.5, 1.0):
-            streamed = replace(options, streamed_share=share)
-            yield [f"engine.streamed_share={share:g}"], replace(setting, options=streamed)
+    if options.overlapped and options.gradients_on is Tier.HOST and not options.accumulate:
+        kept_there = replace(options, gradients_on=Tier.DEVICE)
+        yield ["engine.gradients_on=device"], replace(setting, options=kept_there)
 
 
 def _recomputing(work: Workload) -> Iterator[tuple[list[str], Workload]]:

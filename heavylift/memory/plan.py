@@ -117,10 +117,11 @@ def make_plan(
         grad_dtype = options.staging_grad_dtype(dtype)
         pinned_bytes += whole_pages(StagingRing.num_bytes(NUM_STAGING_SLOTS, max(staged), dtype, grad_dtype))
     if any(host_numels) and options.keeps_gradients:
-        pinned_bytes += whole_pages(kept_gradient_bytes(by_cpu, dtype, len(numels)))
-    # what the CPU steps leaves the device in backward, unless a part of the group is stepped there
+        pinned_bytes += whole_pages(kept_gradient_bytes(by_cpu, dtype, len(numels), options.gradients_on))
+    # what the CPU steps leaves the device in backward, unless it shall not or a part of the group is stepped there
+    stays = not options.overlapped or options.gradients_on is Tier.DEVICE
     waits = iter(
-        not options.accumulate and (not options.overlapped or on_device > 0 or on_bus)
+        not options.accumulate and (stays or on_device > 0 or on_bus)
         for on_device, on_bus in zip(device_numels, chosen, strict=True)
     )
     peak = find_peak(

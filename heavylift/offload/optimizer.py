@@ -59,6 +59,9 @@ class TieredOptions:
     """Use the compiled CPU kernel where it is there."""
     state_format: StateFormat = StateFormat.FP32
     """How master and moments are stored."""
+    gradients_on: Tier = Tier.HOST
+    """Where overlapped schedules keep the gradients that the CPU steps until then: on the host, copied as they come, or
+    on the device, copied when it is their turn."""
     streamed_share: float = 0.0
     """With the host tier: share of its elements that the GPU steps, their states streamed over the bus and back."""
 
@@ -82,7 +85,7 @@ class TieredOptions:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether the reduced gradients of the host tier are kept in page-locked host memory."""
+        """Whether the reduced gradients of the host tier wait for their step one by one, as they come in backward."""
         return self.overlapped and not self.accumulate
 
     def staging_grad_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
@@ -174,8 +177,7 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
                 self._segment_step,
                 self._begin_step,
                 self.usage,
-                options.keeps_gradients,
-                options.max_grad_norm,
+                options,
                 self._streamed,
             )
             if options.overlapped and self.groups

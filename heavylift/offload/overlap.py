@@ -8,8 +8,9 @@
         speculative, c < 1           worker: corrects every group from the kept gradient (forward order)
         speculative, skip            worker: takes every step back
 
-What the worker does for a streamed part (`heavylift.offload.streamed`) is to issue it, from the gradient on the device,
-which then is kept there; a second thread does, so that bus and CPU work side by side.
+A gradient that stays on the device (`TieredOptions.gradients_on`) comes down to a slot when the worker gets to it, or
+to the group before it (`heavylift.offload.fetching`). What the worker does for a streamed part is to issue it, from the
+gradient on the device (`heavylift.offload.streamed`); a second thread does, so that bus and CPU work side by side.
 
 `deferred` equals the synchronous step bit for bit. `speculative` does where clipping does not strike; where it does,
 see `heavylift.offload.correction` for how close it comes. The device tier is stepped in step(), exactly, always.
@@ -24,11 +25,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from heavylift.config.schema import Tier
+from heavylift.offload.fetching import NUM_SLOTS, GradientFetch, GradientSlots
 from heavylift.offload.groups import Group, Segment
 from heavylift.offload.hooks import listen_to_gradients
 from heavylift.offload.states import Part
@@ -47,6 +50,26 @@ MAX_COPYING = 4
 would otherwise be many layers, and their gradients, ahead; so far ahead the device has enough to do while it waits."""
 
 
+Gradient = torch.Tensor | GradientFetch
+"""Of a host part: where it is, or on its way."""
+
+
+class OverlapOptions(Protocol):
+    """What is asked of `heavylift.offload.optimizer.TieredOptions`."""
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients are collected in backward."""
+
+    @property
+    def gradients_on(self) -> Tier:
+        """Where they wait."""
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The clipping limit; 0: none."""
+
+
 @dataclass
 class _GroupState:
     """What is known of a group's gradient in the step at hand."""
@@ -57,14 +80,19 @@ class _GroupState:
     steps: tuple[SegmentStep, ...] = ()
     """Set when the group is stepped: in backward or at the step."""
     grads_device: torch.Tensor | None = None
-    """Flat gradient on the device, kept for the device part and for a streamed one."""
+    """Flat gradient on the device, kept for a device part, and for a host part whose gradient is not copied at once."""
     d2h_event: torch.cuda.Event | None = None
-    """Behind the gradient's way to the host; of a streamed part its sum of squares alone."""
+    """Behind the gradient's way to the host, or that of its sum of squares alone."""
 
 
-def kept_gradient_bytes(host_numels: Sequence[int], dtype: torch.dtype, num_groups: int) -> int:
-    """Page-locked bytes that hold the gradients of all host parts, and a sum of squares for each group."""
-    return sum(aligned_bytes(numel, dtype) for numel in host_numels) + aligned_bytes(num_groups, torch.float64)
+def kept_gradient_bytes(by_cpu: Sequence[int], dtype: torch.dtype, num_groups: int, gradients_on: Tier) -> int:
+    """Page-locked bytes for gradients, and a sum of squares for each group. `by_cpu`: elements of the host parts that
+    the CPU steps: all of them are kept or, on the device, pass through two slots."""
+    if gradients_on is Tier.HOST:
+        gradients = sum(aligned_bytes(numel, dtype) for numel in by_cpu)
+    else:
+        gradients = NUM_SLOTS * aligned_bytes(max(by_cpu, default=0), dtype)
+    return gradients + aligned_bytes(num_groups, torch.float64)
 
 
 class OverlappedSteps:
@@ -78,12 +106,11 @@ class OverlappedSteps:
         segment_step: Callable[[Segment], SegmentStep],
         begin_step: Callable[[], None],
         usage: TierUsage,
-        keeps_gradients: bool,
-        max_grad_norm: float,
+        options: OverlapOptions,
         streamed: StreamedSteps | None = None,
     ) -> None:
         """`segment_step`: a segment with the hyperparameters as they are now; `begin_step` runs before anything else of
-        a step. `keeps_gradients` is false with gradient accumulation: then nothing is collected in backward here."""
+        a step. `options.keeps_gradients` is false with gradient accumulation: then nothing is collected here."""
         self._groups = tuple(groups)
         self._parts = dict(zip(groups, parts, strict=True))
         self._host_part = {g: next((p for p in ps if p.tier is Tier.HOST), None) for g, ps in self._parts.items()}
@@ -91,7 +118,7 @@ class OverlappedSteps:
         self._streamed = streamed
         self._segment_step = segment_step
         self._begin_step = begin_step
-        self._max_grad_norm = max_grad_norm
+        self._max_grad_norm = options.max_grad_norm
         device = self._groups[0].device
         self.worker = Worker(device, stepper.timeline)
         self._bus_worker = None if streamed is None else Worker(device, stepper.timeline, "heavylift-bus")
@@ -105,21 +132,29 @@ class OverlappedSteps:
         self.sums = torch.zeros(len(self._groups), dtype=torch.float64, device=device)
         """Sum of squares of each group's gradient."""
         self._kept: dict[Part, torch.Tensor] = {}
+        """Gradients on the host, of parts whose gradients are copied as they come."""
+        self._slots: GradientSlots | None = None
         self._slab: HostSlab | None = None
         self._hooks: list[RemovableHandle] = []
-        if not keeps_gradients:
+        if not options.keeps_gradients:
             return
-        self._allocate_kept(device, usage)
+        self._allocate_kept(device, usage, options.gradients_on)
         self._hooks += listen_to_gradients(self._groups, self)
 
-    def _allocate_kept(self, device: torch.device, usage: TierUsage) -> None:
+    def _allocate_kept(self, device: torch.device, usage: TierUsage, gradients_on: Tier) -> None:
         host_parts = [part for part in self._host_part.values() if part is not None and not part.streamed]
-        num_bytes = kept_gradient_bytes([p.numel for p in host_parts], self._groups[0].dtype, len(self._groups))
+        numels, dtype = [part.numel for part in host_parts], self._groups[0].dtype
+        num_bytes = kept_gradient_bytes(numels, dtype, len(self._groups), gradients_on)
         self._slab = HostSlab(num_bytes, pinned=device.type == "cuda", usage=usage)
-        self._kept = {part: self._slab.take(part.numel, part.group.dtype) for part in host_parts}
         self._sums_host = self._slab.take(len(self._groups), torch.float64)
-        for kept in self._kept.values():
-            kept.zero_()
+        if gradients_on is Tier.HOST:
+            self._kept = {part: self._slab.take(part.numel, dtype) for part in host_parts}
+            places = list(self._kept.values())
+        else:
+            places = [self._slab.take(max(numels, default=0), dtype) for _ in range(NUM_SLOTS)]
+            self._slots = GradientSlots(places, self._stepper.streams)
+        for place in places:
+            place.zero_()  # touch every page now: memory that is not there must fail before training
 
     def _worker_of(self, part: Part) -> Worker:
         """Tasks of one part are all done by the same thread, in order."""
@@ -177,13 +212,13 @@ class OverlappedSteps:
         for segment in state.arrived:
             segment.param.grad = None
         host_part = self._host_part[group]
-        if host_part is None or host_part.start > 0 or host_part.streamed:
+        if host_part is None or host_part.start > 0 or host_part not in self._kept:
             state.grads_device = flat
         if host_part is None:
             return
         streams.d2h_after_current()
         with on_stream(streams.d2h):
-            if not host_part.streamed:
+            if host_part in self._kept:
                 self._kept[host_part].copy_(flat[host_part.start : host_part.stop], non_blocking=True)
             self._sums_host[index].copy_(self.sums[index], non_blocking=True)
         state.d2h_event = record(streams.d2h)
@@ -192,14 +227,24 @@ class OverlappedSteps:
         if self._speculating:
             grads = self._grads_of(host_part, state)
             task = partial(self._speculate, index, host_part, state.steps, grads, state.d2h_event)
-            self._worker_of(host_part).submit(index, group.gate, task)
+            self._submit(index, host_part, grads, task)
 
-    def _grads_of(self, part: Part, state: _GroupState) -> torch.Tensor:
-        """Flat gradient of a host part: where it is kept on the host or, of a streamed part, on the device."""
-        if not part.streamed:
+    def _submit(self, place: int, part: Part, grads: Gradient, task: Callable[[], None]) -> None:
+        if isinstance(grads, GradientFetch):
+            self._worker_of(part).submit(place, part.group.gate, task, grads.begin)
+        else:
+            self._worker_of(part).submit(place, part.group.gate, task)
+
+    def _grads_of(self, part: Part, state: _GroupState) -> Gradient:
+        """Flat gradient of a host part: kept on the host, to be fetched from the device or, if streamed, there."""
+        if part in self._kept:
             return self._kept[part]
         assert state.grads_device is not None
-        return state.grads_device[part.start : part.stop]
+        grads_device = state.grads_device[part.start : part.stop]
+        if part.streamed:
+            return grads_device
+        assert self._slots is not None
+        return GradientFetch(self._slots, grads_device)
 
     def _begin_group(self, group: Group) -> None:
         """Counts the step of the segments with a gradient and takes the hyperparameters as they are now."""
@@ -287,20 +332,20 @@ class OverlappedSteps:
     def _finish_host_part(
         self, place: int, part: Part, state: _GroupState, steps: list[SegmentStep], coefficient: float, skip: bool
     ) -> None:
-        gate, worker = part.group.gate, self._worker_of(part)
         grads = self._grads_of(part, state)
         if self._speculating:
             if not skip and coefficient == 1.0:
                 return
             operation = Operation.UNDO if skip else Operation.CORRECT
-            worker.submit(place, gate, partial(self._revise, part, state.steps, grads, operation, coefficient))
+            task = partial(self._revise, part, state.steps, grads, operation, coefficient)
+            self._submit(place, part, grads, task)
         elif not skip:
-            worker.submit(place, gate, partial(self._step, part, steps, grads, state.d2h_event))
+            self._submit(place, part, grads, partial(self._step, part, steps, grads, state.d2h_event))
 
     # ---- on the worker --------------------------------------------------------------------------------------------
 
     def _step(
-        self, part: Part, steps: Sequence[SegmentStep], grads: torch.Tensor, d2h_event: torch.cuda.Event | None
+        self, part: Part, steps: Sequence[SegmentStep], grads: Gradient, d2h_event: torch.cuda.Event | None
     ) -> None:
         self._wait_for_gradient(part, d2h_event)
         self._run_host(part, steps, grads, Operation.STEP, 1.0)
@@ -315,12 +360,13 @@ class OverlappedSteps:
         index: int,
         part: Part,
         steps: Sequence[SegmentStep],
-        grads: torch.Tensor,
+        grads: Gradient,
         d2h_event: torch.cuda.Event | None,
     ) -> None:
         self._wait_for_gradient(part, d2h_event)
         if not self._may_speculate(float(self._sums_host[index])):
             self._unstepped.add(part)
+            self._let_go(grads)
             part.group.gate.open(None)
             return
         self._run_host(part, steps, grads, Operation.STEP, 1.0)
@@ -329,7 +375,7 @@ class OverlappedSteps:
         self,
         part: Part,
         steps: Sequence[SegmentStep],
-        grads: torch.Tensor,
+        grads: Gradient,
         operation: Operation,
         coefficient: float,
     ) -> None:
@@ -340,7 +386,13 @@ class OverlappedSteps:
         if operation is Operation.CORRECT:
             self._run_host(part, scaled(steps, coefficient), grads, Operation.STEP, 1.0)
         else:
+            self._let_go(grads)
             part.group.gate.open(None)
+
+    def _let_go(self, grads: Gradient) -> None:
+        """Nobody reads it: its slot, if it has one, is free."""
+        if isinstance(grads, GradientFetch):
+            grads.release()
 
     def _may_speculate(self, sum_squares: float) -> bool:
         """False for a gradient that will be skipped or clipped hard: a correction is as good as the moments are still
@@ -353,18 +405,24 @@ class OverlappedSteps:
         self,
         part: Part,
         steps: Sequence[SegmentStep],
-        grads: torch.Tensor | None,
+        grads: Gradient | None,
         operation: Operation,
         coefficient: float,
     ) -> None:
         """`grads`: of the part, on the host or, of a streamed one, on the device; None: its accumulator."""
         if part.streamed:
-            assert self._streamed is not None
+            assert self._streamed is not None and not isinstance(grads, GradientFetch)
             self._streamed.run(part, steps, grads, operation, coefficient)
             return
-        grads = part.accumulator if grads is None else grads
-        assert grads is not None
-        self._stepper.step_host_part(part, steps, grads, operation, coefficient)
+        if isinstance(grads, GradientFetch):
+            with self._stepper.timeline.measure(Activity.GRADIENT, part.group.name):
+                grads_host = grads.take()
+            self._stepper.step_host_part(part, steps, grads_host, operation, coefficient)
+            grads.release()
+            return
+        kept = part.accumulator if grads is None else grads
+        assert kept is not None
+        self._stepper.step_host_part(part, steps, kept, operation, coefficient)
 
     # ---- with gradient accumulation -------------------------------------------------------------------------------
 

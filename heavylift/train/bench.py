@@ -154,6 +154,7 @@ def _setup(run: Run) -> dict[str, Any]:
         "ratio": run.engine.optimizer.options.ratio if on_host else 0.0,
         "schedule": engine.schedule.value if on_host else None,
         "state_format": engine.state_format.value,
+        "gradients_on": engine.gradients_on.value if on_host else None,
         "streamed_share": engine.streamed_share if on_host else 0.0,
         "max_grad_norm": train.max_grad_norm,
         "cpu_threads": run.engine.optimizer.options.num_threads,

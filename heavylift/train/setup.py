@@ -244,6 +244,7 @@ def tiered_options(recipe: Recipe, cores: list[int]) -> TieredOptions:
         cpu_ids=tuple(cores) or None,
         native=recipe.engine.native_kernel,
         state_format=recipe.engine.state_format,
+        gradients_on=recipe.engine.gradients_on,
         streamed_share=recipe.engine.streamed_share,
     )
 

@@ -75,6 +75,7 @@ def build(folder: Path, setup: Setup, device: torch.device, gated: bool = True) 
         num_threads=2,
         state_format=StateFormat(setup.state_format),
         streamed_share=setup.streamed_share,
+        gradients_on=Tier(setup.gradients_on),
     )
     with nullcontext() if gated else without_gates(), patch("heavylift.offload.streamed.CHUNK_NUMEL", CHUNK):
         optimizer = build_optimizer(sharded, param_groups(model, setup), options, lr=LR, betas=BETAS, eps=1e-8)
@@ -109,12 +110,14 @@ def comparisons(folder: Path, device: torch.device) -> list[dict[str, Any]]:
         )
         bad_step = Disturbance(bad=bad, at=BAD_STEP if bad else -1)
         reference = train(folder, setup, device, steps, bad_step)
-        places = [("synchronous", 1.0, 0.0, 0.0), ("synchronous", 0.8, 0.0, 0.5), ("deferred", 1.0, 0.0, 1.0)]
+        here, there = "host", "device"
+        places = [("synchronous", 1.0, 0.0, 0.0, here), ("synchronous", 0.8, 0.0, 0.5, here)]
+        places += [("deferred", 1.0, 0.0, 1.0, here), ("deferred", 1.0, 0.0, 0.0, there)]
         schedules = ("deferred", "speculative", "auto", *(("immediate",) if clip == 0 else ()))
-        kinds = ((1.0, 0.0, 0.0), (0.37, 0.002, 0.0), (0.8, 0.002, 0.5))
+        kinds = ((1.0, 0.0, 0.0, here), (0.37, 0.002, 0.0, there), (0.8, 0.002, 0.5, here))
         places += [(name, *kind) for name in schedules for kind in kinds]
-        for schedule, ratio, slow_s, share in places:
-            changed = replace(setup, schedule=schedule, ratio=ratio, streamed_share=share)
+        for schedule, ratio, slow_s, share, waits_on in places:
+            changed = replace(setup, schedule=schedule, ratio=ratio, streamed_share=share, gradients_on=waits_on)
             start_s = time.perf_counter()
             other = train(folder, changed, device, steps, replace(bad_step, host_step_s=slow_s))
             # `auto` has long been stepping in backward by the bad step, and never does while clipping strikes
@@ -125,7 +128,7 @@ def comparisons(folder: Path, device: torch.device) -> list[dict[str, Any]]:
                 {
                     "setting": f"stage {stage} {dtype} {state_format} accumulation {accumulation} clip {clip} "
                     f"bad {bad or 'none'}",
-                    "run": f"{schedule} ratio {ratio} slow {slow_s} streamed {share}",
+                    "run": f"{schedule} ratio {ratio} slow {slow_s} streamed {share} gradients on {waits_on}",
                     "exact": not revised,
                     "tensors": list(difference.tensors),
                     "losses": difference.losses,
@@ -157,10 +160,10 @@ def long_runs(folder: Path, device: torch.device, num_steps: int = 200) -> list[
     """Device, host and page-locked bytes every 20 steps of a long run."""
     steps = make_steps(10, VOCAB, max_length=96)
     rows = []
-    for schedule, accumulation, share in (
-        ("speculative", 1, 0.5),
-        ("deferred", 1, 0.0),
-        ("deferred", 2, 0.5),
+    for schedule, accumulation, share, waits_on in (
+        ("speculative", 1, 0.5, "device"),
+        ("deferred", 1, 0.0, "host"),
+        ("deferred", 2, 0.5, "host"),
     ):
         setup = Setup(
             dtype=torch.bfloat16,
@@ -170,6 +173,7 @@ def long_runs(folder: Path, device: torch.device, num_steps: int = 200) -> list[
             accumulation=accumulation,
             ratio=0.7,
             streamed_share=share,
+            gradients_on=waits_on,
         )
         engine = build(folder, setup, device)
         device_bytes, peak_bytes, host_bytes, locked_bytes = [], [], [], []

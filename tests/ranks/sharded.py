@@ -43,6 +43,7 @@ class Setup:
     weight_decay: float = 0.1
     state_format: str = "fp32"
     streamed_share: float = 0.0
+    gradients_on: str = "host"
 
 
 def param_groups(model: nn.Module, setup: Setup) -> list[dict[str, Any]]:
@@ -71,6 +72,7 @@ def build(folder: Path, setup: Setup) -> Engine:
         native=setup.native,
         state_format=StateFormat(setup.state_format),
         streamed_share=setup.streamed_share,
+        gradients_on=Tier(setup.gradients_on),
     )
     optimizer = build_optimizer(sharded, param_groups(model, setup), options, lr=setup.lr, betas=BETAS, eps=1e-8)
     return Engine(sharded, optimizer, CPU)
