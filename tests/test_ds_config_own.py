@@ -41,10 +41,11 @@ def own(**keys: Any) -> dict[str, Any]:
 
 
 def test_the_block_arrives() -> None:
-    asked = own(state_format="split", streamed_share=0.5, schedule="speculative")
+    asked = own(state_format="split", gradients_on="device", streamed_share=0.5, schedule="speculative")
     got = load_settings(BASE | BF16 | offload() | asked, 1)
     assert got.state_format is StateFormat.SPLIT and got.notes == ()
-    assert (got.offload.streamed_share, got.offload.schedule) == (0.5, Schedule.SPECULATIVE)
+    found = got.offload
+    assert (found.gradients_on, found.streamed_share, found.schedule) == (Tier.DEVICE, 0.5, Schedule.SPECULATIVE)
     # the format is one on whatever tier
     assert load_settings(BASE | BF16 | own(state_format="split"), 1).state_format is StateFormat.SPLIT
     assert load_settings(BASE | own(state_format="int8"), 1).state_format is StateFormat.INT8
@@ -55,7 +56,7 @@ def test_the_block_arrives() -> None:
 
 
 def test_without_it_everything_is_as_before() -> None:
-    for block in ({}, {"heavylift": None}, own(), own(state_format="fp32", streamed_share=0, schedule="auto")):
+    for block in ({}, {"heavylift": None}, own(), own(state_format="fp32", gradients_on="host", streamed_share=0)):
         for device in ({}, offload(), offload("none")):
             assert load_settings(BASE | BF16 | device | block, 1) == load_settings(BASE | BF16 | device, 1)
 
@@ -214,12 +215,13 @@ def test_explain_shows_the_block(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("schedule", ["auto", "synchronous"])
 def test_convert_takes_the_block_over(tmp_path: Path, schedule: str) -> None:
-    asked = own(state_format="split", streamed_share=0.25, schedule=schedule)
+    asked = own(state_format="split", gradients_on="device", streamed_share=0.25, schedule=schedule)
     path, out = write_config(tmp_path, BASE | BF16 | offload() | asked), tmp_path / "recipe.yaml"
     done = CliRunner().invoke(app, ["config", "convert", str(path), "--model", "m", "--dataset", "d", "-o", str(out)])
     assert done.exit_code == 0, done.output
     engine = load_recipe(out).engine
     assert (engine.state_format, engine.streamed_share, engine.schedule) == ("split", 0.25, schedule)
+    assert engine.gradients_on is Tier.DEVICE
 
 
 def test_convert_says_what_has_no_effect(tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def curves_job(stage: int, accumulation: int, blocks: list[dict[str, Any]]) -> l
 def test_split_and_streamed_states_keep_every_bit(stage: int, accumulation: int) -> None:
     asked = [
         {},
-        {"state_format": "split", "streamed_share": 0.5},
+        {"state_format": "split", "streamed_share": 0.5, "gradients_on": "device"},
         {"state_format": "split", "streamed_share": 1.0, "schedule": "synchronous"},
     ]
     for plain, *others in run_on_ranks(2, curves_job, stage, accumulation, asked):

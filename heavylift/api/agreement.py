@@ -26,6 +26,7 @@ _SETTINGS = {
     "offload.tier": "zero_optimization.offload_optimizer: where",
     "offload.ratio": "zero_optimization.offload_optimizer.ratio",
     "offload.schedule": "heavylift.schedule",
+    "offload.gradients_on": "heavylift.gradients_on",
     "offload.streamed_share": "heavylift.streamed_share",
     "state_format": "heavylift.state_format (or bf16.bf16_optimizer_states)",
     "precision": "the dtype of parameters (bf16, fp16)",

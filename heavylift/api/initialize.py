@@ -213,6 +213,7 @@ def tiered_options(settings: Settings, ranks: Ranks) -> TieredOptions:
             num_threads=num_threads,
             cpu_ids=tuple(cores[:num_threads]) or None,
             state_format=settings.state_format,
+            gradients_on=offload.gradients_on,
             streamed_share=offload.streamed_share if offload.tier is Tier.HOST else 0.0,
         )
     except ValueError as error:

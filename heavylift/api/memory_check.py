@@ -78,9 +78,8 @@ def _exact(options: TieredOptions, dtype: torch.dtype) -> Iterator[_Change]:
     """Less memory for states, or gradients kept where there is room, with results that keep their bits."""
     if options.state_format is StateFormat.FP32 and dtype == torch.bfloat16:
         yield _Change(('heavylift.state_format "split"',), replace(options, state_format=StateFormat.SPLIT))
-    if options.overlapped and options.streamed_share == 0 and options.state_format is not StateFormat.INT8:
-        for share in (0.5, 1.0):
-            yield _Change((f"heavylift.streamed_share {share:g}",), replace(options, streamed_share=share))
+    if options.overlapped and options.gradients_on is Tier.HOST and not options.accumulate:
+        yield _Change(('heavylift.gradients_on "device"',), replace(options, gradients_on=Tier.DEVICE))
 
 
 def _combined(options: TieredOptions, dtype: torch.dtype, machine: MachineMemory) -> Iterator[_Change]:

@@ -85,6 +85,7 @@ def _options(settings: Settings) -> TieredOptions:
         accumulate=settings.batch.accumulation > 1,
         max_grad_norm=settings.gradient_clipping,
         state_format=settings.state_format,
+        gradients_on=settings.offload.gradients_on,
         streamed_share=settings.offload.streamed_share,
     )
 

@@ -167,6 +167,8 @@ def _engine(settings: Settings, reading: Reading, draft: _Draft) -> None:
         draft.put("model", dtype="bfloat16")  # where bf16.enabled is "auto", this is what it must become
     if settings.offload.tier is Tier.HOST:
         draft.put("engine", offload_optimizer="host", ratio=settings.offload.ratio)
+        if settings.offload.gradients_on is Tier.DEVICE:
+            draft.put("engine", gradients_on="device")
         if settings.offload.streamed_share > 0:
             draft.put("engine", streamed_share=settings.offload.streamed_share)
         schedule = reading.config.heavylift.schedule

@@ -31,6 +31,17 @@ class Heavylift(Block):
             auto=False,
         ),
     ] = "fp32"
+    gradients_on: Annotated[
+        Literal["host", "device"],
+        done(
+            "Where gradients wait until the CPU steps them: `host`, copied as they come (2 bytes of memory per "
+            "parameter), or `device`, copied when it is their turn (2 bytes of device memory, which activations have "
+            "left by then). With `offload_optimizer.device: cpu`; without effect with gradient accumulation, whose "
+            "sums are on the host.",
+            there=IGNORED_THERE,
+            auto=False,
+        ),
+    ] = "host"
     streamed_share: Annotated[
         Number,
         Field(ge=0, le=1),

@@ -46,7 +46,7 @@ def keys_without_effect(reading: Reading) -> list[str]:
     if optimizer_device(reading) != "none":
         return []
     block, fields = reading.config.heavylift, Heavylift.model_fields
-    names = ("streamed_share", "schedule")
+    names = ("gradients_on", "streamed_share", "schedule")
     return [f"heavylift.{name}" for name in names if getattr(block, name) != fields[name].default]
 
 

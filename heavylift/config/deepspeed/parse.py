@@ -205,6 +205,7 @@ def _offload(reading: Reading) -> OffloadSettings:
         tier=Tier.HOST,
         ratio=block.ratio,
         schedule=own_schedule(reading),
+        gradients_on=Tier(reading.config.heavylift.gradients_on),
         streamed_share=reading.config.heavylift.streamed_share,
         cores_perc=block.cpuadam_cores_perc,
     )

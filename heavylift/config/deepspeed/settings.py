@@ -91,6 +91,8 @@ class OffloadSettings:
     tier: Tier = Tier.DEVICE
     ratio: float = 1.0
     schedule: Schedule = Schedule.AUTO
+    gradients_on: Tier = Tier.HOST
+    """Where gradients wait until the CPU steps them (`heavylift.gradients_on`)."""
     streamed_share: float = 0.0
     """Share of the host's states that the GPU steps (`heavylift.streamed_share`)."""
     cores_perc: float = 0.8
