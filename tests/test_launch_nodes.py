@@ -206,6 +206,21 @@ def test_a_user_error_of_every_node_is_said_once(
         assert len(said) == 2 and all(line.startswith("error: rank 1: ") for line in err.splitlines())
 
 
+def test_a_host_without_the_script_is_named(cluster: Path, launch: Callable[..., subprocess.Popen[str]]) -> None:
+    """There the launcher itself has something to say, which any host could have said."""
+    (cluster / "activate").write_text('if [ "$AM_ON" = node-b ]; then mkdir -p other && cd other; fi\n')
+    with (cluster / "activate").open("a") as file:
+        file.write(f"export PATH={Path(sys.executable).parent}:$PATH\n")
+    flags = ["-H", "hosts", "--no_ssh_check", "--master_addr", "127.0.0.1", "--venv_script", "./activate", "-q"]
+    process = launch(*flags, "--master_port", free_port(), "train.py", "--sleep")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2, err
+    assert err.splitlines() == [
+        f"error: train.py: there is no such script (in {cluster / 'other'})",
+        "error: host node-b failed; the other hosts' ranks are ended",
+    ]
+
+
 def test_marked_lines_are_taken_out_however_they_come(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     told = [Told(3, 1.5, 2, ("one", "é\ntwo")), Told(0, 2.5, 2, ("one",)), Told(1, 3.5, 1)]
     hand_up(told)
@@ -218,7 +233,7 @@ def test_marked_lines_are_taken_out_however_they_come(tmp_path: Path, capfd: pyt
             for start in range(0, len(text), size):
                 os.write(end, text[start : start + size])
                 stderr._read(1)
-        assert stderr.told == told[:2]
+        assert stderr.told == told[:2] and stderr.nodes == {1}
         assert capfd.readouterr().err == "50%\r 60%a\x1eb \x1eheavylift is\n\x1e"
 
 

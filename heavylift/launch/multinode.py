@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -171,7 +171,7 @@ def run_nodes(nodes: Sequence[NodeCommand]) -> int:
             return 128 + stopped.number
         finally:
             _end(started)
-    return _report(nodes, codes)
+    return _report(nodes, codes, stderr.nodes)
 
 
 def _wait(started: Sequence[subprocess.Popen[bytes]]) -> dict[int, tuple[int, float]]:
@@ -209,8 +209,11 @@ def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def _report(nodes: Sequence[NodeCommand], ended: dict[int, tuple[int, float]]) -> int:
-    """Names the node where it began; what happened there its own launcher has said."""
+def _report(nodes: Sequence[NodeCommand], ended: dict[int, tuple[int, float]], told: Collection[int]) -> int:
+    """Names the node where it began; what happened there its own launcher has said.
+
+    `told`: nodes that had a user error of their ranks, which names the rank.
+    """
     # a shell's 128 + n as the negative signal that `first_cause` knows
     signals = {128 + int(number) for number in signal.Signals}
     exits = [
@@ -222,7 +225,7 @@ def _report(nodes: Sequence[NodeCommand], ended: dict[int, tuple[int, float]]) -
     name = nodes[index].name
     if nodes[index].by_ssh and code == _SSH_FAILED:
         raise UserError(f"host {name}: ssh failed or lost its connection; the other hosts' ranks are ended")
-    if len(nodes) > 1 and code != EXIT_USER_ERROR:
+    if len(nodes) > 1 and not (code == EXIT_USER_ERROR and index in told):
         print(f"error: host {name} failed; the other hosts' ranks are ended", file=sys.stderr)
     if code == _OTHER_255:
         return 255

@@ -30,6 +30,8 @@ class NodeStderr(RankStderr):
     def __init__(self, folder: str, num_nodes: int) -> None:
         super().__init__(folder, num_nodes)
         self.told: list[Told] = []
+        self.nodes: set[int] = set()
+        """Those whose launcher has handed something up."""
         self._held = [b""] * num_nodes
         """The end of what came so far, where a mark begins in it."""
 
@@ -54,6 +56,7 @@ class NodeStderr(RankStderr):
         while (start := rest.find(_MARK)) >= 0 and (end := rest.find(b"\n", start)) >= 0:
             passed += rest[:start]
             number, seconds, code, lines = json.loads(rest[start + len(_MARK) : end])
+            self.nodes.add(rank)
             self.told.append(Told(number, seconds, code, tuple(lines)))
             rest = rest[end + 1 :]
         if start < 0:
