@@ -34,6 +34,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--chat_template", help="file with a Jinja chat template; default: the tokenizer's")
     add("--max_length", type=int, default=4096, help="longest sample in tokens; longer ones are cut")
     add("--batch_size", type=int, help="sequences per GPU and micro-batch; default: what the ds_config says")
+    add("--fit_ratio", action="store_true", help="a lower offload_optimizer.ratio where the host has no room for it")
     add("--num_train_epochs", type=float, default=1.0)
     add("--lr", type=float, default=1e-5)
     add("--warmup_ratio", type=float, default=0.05, help="share of the steps with rising learning rate")

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from arguments import parse_arguments, recipe_of
 from data import fetch_dataset, has_tokenizer, make_plan
+from placement import Placement
 from report import StepReport, log_line, wait_for_device
 from torch import nn
 
@@ -27,11 +28,11 @@ from heavylift.config.deepspeed.parse import load_settings
 from heavylift.config.deepspeed.settings import Settings
 from heavylift.config.deepspeed.sources import read_source
 from heavylift.config.model_folder import resolve_model_folder
-from heavylift.config.schema import Recipe, Tier
+from heavylift.config.schema import Recipe
 from heavylift.data.batches import Batch, BatchPlan
 from heavylift.engine import parameter_groups, sum_token_losses
 from heavylift.errors import EXIT_USER_ERROR, UserError
-from heavylift.memory.machine import host_available_bytes
+from heavylift.memory.machine import MachineMemory, agree, measure
 from heavylift.models.chunked_loss import Targets
 from heavylift.models.load import build_on_meta, load_hf_config, parameter_counts, resolve_dtype
 from heavylift.models.loss_head import find_loss_head
@@ -39,14 +40,10 @@ from heavylift.ranks import Ranks
 from heavylift.train.schedules import build_scheduler
 from heavylift.train.setup import prepare_head, prepare_layers
 
-GIB = 2**30
-STATE_BYTES = 12
-"""Per parameter: float32 master and two moments."""
 
-
-def main() -> None:
-    """Trains as the command line says."""
-    args = parse_arguments()
+def main(argv: list[str] | None = None, machine: MachineMemory | None = None) -> None:
+    """Trains as the command line `argv` says, with what `machine` has free; None: what is measured."""
+    args = parse_arguments(argv)
     heavylift.init_distributed()
     ranks = Ranks.here()
     say = print if ranks.rank == 0 else _silent
@@ -66,7 +63,12 @@ def main() -> None:
         device_type=ranks.device.type,
     )
     num_steps = plan.num_steps(recipe.train.num_train_epochs, recipe.train.max_steps)
-    model = build_model(recipe, hf_config, folder, settings, ranks)
+    placement = Placement(recipe, hf_config, settings, ranks, plan.longest)
+    machine = agree(measure(ranks.device), ranks.device) if machine is None else machine
+    settings, placed = placement.place(machine, fit_ratio=args.fit_ratio)
+    if placed is not None:
+        say(placed)
+    model = build_model(recipe, hf_config, folder, ranks)
     num_params, _ = parameter_counts(model)
     engine, *_ = heavylift.initialize(
         model=model,
@@ -126,7 +128,7 @@ def make_recipe(args: argparse.Namespace, settings: Settings, say: Any) -> Recip
     return recipe_of(args, has_weights=has_weights, has_tokenizer=tokenizes, rows_per_step=settings.batch.train_batch)
 
 
-def build_model(recipe: Recipe, hf_config: Any, folder: Path, settings: Settings, ranks: Ranks) -> nn.Module:
+def build_model(recipe: Recipe, hf_config: Any, folder: Path, ranks: Ranks) -> nn.Module:
     """The model on the meta device: chunked loss, checkpointing and compilation ready, weights named, not read."""
     model = build_on_meta(hf_config, recipe.model, resolve_dtype("bfloat16", ranks.device.type))
     prepare_head(model, recipe.train, ranks.rank)
@@ -136,26 +138,7 @@ def build_model(recipe: Recipe, hf_config: Any, folder: Path, settings: Settings
     else:
         std = float(getattr(hf_config, "initializer_range", 0.02))
         heavylift.zero.set_weights_source(model, heavylift.zero.RandomWeights(std, recipe.train.seed))
-    check_host_memory(model, settings, ranks)
     return model
-
-
-def check_host_memory(model: nn.Module, settings: Settings, ranks: Ranks) -> None:
-    """Raises UserError where the optimizer states cannot fit: now, and not when the kernel ends the run.
-
-    A lower bound: gradients and staging come on top.
-    """
-    offload = settings.offload
-    if offload.tier is not Tier.HOST:
-        return
-    share = offload.ratio * ranks.local_world_size / (ranks.world_size if settings.stage > 0 else 1)
-    needed = parameter_counts(model)[1] * STATE_BYTES * share
-    available = host_available_bytes()
-    if needed > available:
-        raise UserError(
-            f"zero_optimization.offload_optimizer: the optimizer states alone need {needed / GIB:,.0f} GiB of this "
-            f"machine's memory, {available / GIB:,.0f} GiB are free; lower ratio (RATIO=0.5 ./finetune.sh ...)"
-        )
 
 
 def train(
