@@ -144,16 +144,24 @@ class TestWaits:
 
 def test_ranges_and_names_are_drawn_into_a_trace() -> None:
     clock = {"ph": "X", "name": "heavylift clock", "pid": 7, "tid": MAIN, "ts": 5000.0, "dur": 1.0}
-    copies = [
-        {"ph": "X", "cat": "gpu_memcpy", "name": name, "pid": 0, "tid": stream, "ts": 1, "args": {"bytes": size}}
-        for name, stream, size in [
-            ("Memcpy DtoH (Device -> Pinned)", 20, 1000),
-            ("Memcpy DtoH (Device -> Pageable)", 7, 8),
-            ("Memcpy HtoD (Pinned -> Device)", 24, 500),
+    work = [
+        {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": stream, "ts": 1, "dur": dur}
+        for cat, name, stream, dur in [
+            ("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 20, 1000),
+            ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 24, 500),
+            ("gpu_memset", "Memset (Device)", 24, 3),
+            # as a run on a GPU has them: the loss comes down on the stream that computes
+            ("kernel", "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopA_NNT", 7, 900),
+            ("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 7, 8),
+            ("kernel", "void at::native::vectorized_elementwise_kernel<4, ...>", 29, 70),
+            ("kernel", "_sum_squares_kernel", 29, 10),
+            ("kernel", "_adamw_kernel", 17, 17),
+            ("kernel", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 31, 40),
+            ("kernel", "void at::native::fill", 33, 2),
         ]
     ]
     old = {"ph": "M", "name": "thread_name", "pid": 7, "tid": WORKER, "args": {"name": "thread 12 (python)"}}
-    events: list[dict[str, Any]] = [old, clock, *copies]
+    events: list[dict[str, Any]] = [old, clock, *work]
     before, after = made(Activity.ADAMW, 0.5, 1.5), made(Activity.ADAMW, 2.001, 2.003, label="layers.7")
     draw(events, [before, after], 2.0, {MAIN: "training", WORKER: "optimizer worker"})
     [drawn] = [event for event in events if event.get("cat") == "heavylift"]
@@ -166,6 +174,11 @@ def test_ranges_and_names_are_drawn_into_a_trace() -> None:
         (7, WORKER): "heavylift optimizer worker",
         (0, 20): "stream 20: copies down to the host",
         (0, 24): "stream 24: copies up to the device",
+        (0, 7): "stream 7: forward and backward",
+        (0, 29): "stream 29: reduced gradients",
+        (0, 17): "stream 17: optimizer steps",
+        (0, 31): "stream 31: collectives",
+        (0, 33): "stream 33: other kernels",
     }
 
 

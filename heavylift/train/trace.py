@@ -3,7 +3,7 @@
 `torch.profiler` records the operators, and on a GPU its kernels and copies. It does not look into the optimizer's
 worker thread, so the ranges of `heavylift.offload.timeline` are drawn into its file afterwards: the CPU steps of the
 groups, what they waited for, the gates, and forward, backward and step of the training thread. Lanes are named: the
-threads, and the two streams that carry most of the copies down and up.
+threads, and every stream of the GPUs by what it does most of its time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,21 +90,44 @@ def draw(events: list[Event], ranges: Sequence[Range], clock_s: float, threads: 
     ]
     seen = {r.thread for r in ranges}
     names = {(clock["pid"], tid): f"heavylift {threads.get(tid, 'backward')}" for tid in seen | set(threads)}
-    names |= _copy_streams(events)
+    names |= _streams(events)
     _name_lanes(events, names)
 
 
-def _copy_streams(events: Sequence[Event]) -> dict[tuple[Any, Any], str]:
-    """Names for the stream that carries most bytes down, and for that which carries most up, per device."""
-    names = {}
-    for kind, name in (("DtoH", "down to the host"), ("HtoD", "up to the device")):
-        copied: Counter[tuple[Any, Any]] = Counter()
-        for event in events:
-            if event.get("cat") == "gpu_memcpy" and kind in event.get("name", ""):
-                copied[event["pid"], event["tid"]] += int(event.get("args", {}).get("bytes", 0))
-        for lane, _ in copied.most_common(1):
-            names[lane] = f"stream {lane[1]}: copies {name}"
-    return names
+_GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_UP, _DOWN, _KERNELS = "copies up to the device", "copies down to the host", "other kernels"
+# by what a kernel's name holds; Triton's kernels are named as in `heavylift/offload/fused_gpu.py`
+_ROLES = (
+    ("nccl", "collectives"),
+    ("_adamw_kernel", "optimizer steps"),
+    ("_revise_kernel", "optimizer steps"),
+    ("_sum_squares_kernel", "reduced gradients"),
+)
+
+
+def _streams(events: Sequence[Event]) -> dict[tuple[Any, Any], str]:
+    """Names for the lanes of the GPUs' streams, by what they spend most of their time on."""
+    spent: dict[tuple[Any, Any], Counter[str]] = defaultdict(Counter)
+    for event in events:
+        if event.get("cat") in _GPU_WORK:
+            spent[event["pid"], event["tid"]][_role(event)] += float(event["dur"])
+    names = {lane: roles.most_common(1)[0][0] for lane, roles in spent.items()}
+    for lane, roles in spent.items():
+        if names[lane] == _KERNELS and "reduced gradients" in roles:
+            names[lane] = "reduced gradients"  # most of it casts them
+    for pid in {pid for pid, _ in spent}:
+        # the busiest stream of a device is the one that computes
+        _, lane = max((roles[_KERNELS], lane) for lane, roles in spent.items() if lane[0] == pid)
+        if spent[lane][_KERNELS] > 0:
+            names[lane] = "forward and backward"
+    return {lane: f"stream {lane[1]}: {name}" for lane, name in names.items()}
+
+
+def _role(event: Event) -> str:
+    name = str(event.get("name", ""))
+    if event["cat"] == "gpu_memcpy":
+        return _UP if "HtoD" in name else _DOWN if "DtoH" in name else _KERNELS
+    return next((role for part, role in _ROLES if part in name.lower()), _KERNELS)
 
 
 def _name_lanes(events: list[Event], names: dict[tuple[Any, Any], str]) -> None:
