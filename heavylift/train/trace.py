@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,11 +107,11 @@ _ROLES = (
 
 def _streams(events: Sequence[Event]) -> dict[tuple[Any, Any], str]:
     """Names for the lanes of the GPUs' streams, by what they spend most of their time on."""
-    spent: dict[tuple[Any, Any], Counter[str]] = defaultdict(Counter)
+    spent: dict[tuple[Any, Any], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
         if event.get("cat") in _GPU_WORK:
             spent[event["pid"], event["tid"]][_role(event)] += float(event["dur"])
-    names = {lane: roles.most_common(1)[0][0] for lane, roles in spent.items()}
+    names = {lane: max(roles, key=lambda role: roles[role]) for lane, roles in spent.items()}
     for lane, roles in spent.items():
         if names[lane] == _KERNELS and "reduced gradients" in roles:
             names[lane] = "reduced gradients"  # most of it casts them
