@@ -74,9 +74,9 @@ REFUSED = {
     "tensor_parallel": ["tensor_parallel"],
     "typing_errors": [
         "gradient_acculation_steps",
+        "bf16.enabled",
         "zero_optimization.stage3_param_persitance_threshold",
         "zero_optimization.comm_overlap",
-        "bf16.enabled",
     ],
     "zenflow": ["zero_optimization.zenflow"],
     "zero_infinity": [

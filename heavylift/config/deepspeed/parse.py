@@ -94,7 +94,9 @@ def interpret(
     if batch_problem is not None and not {TRAIN, MICRO, ACCUMULATION} & reading.bad:
         problems.append((place_of((TRAIN, MICRO, ACCUMULATION), reading), batch_problem))
     lines = key_lines(source.text) if problems and source.text is not None else {}
-    messages = tuple(f"{_where(source.name, line_of(place, lines))}: {text}" for place, text in problems)
+    placed = [(line_of(place, lines), text) for place, text in problems]
+    placed.sort(key=lambda one: one[0] or 0)  # from top to bottom
+    messages = tuple(f"{_where(source.name, line)}: {text}" for line, text in placed)
     if messages or sizes is None:
         return Interpretation(reading, None, messages)
     return Interpretation(reading, _resolve(reading, sizes, batch_notes), ())
