@@ -235,18 +235,36 @@ print(json.dumps(found))
 """
 
 
+def launched(folder: Path, mode: str, **env: str) -> list[str]:
+    """The command that finetune.sh ends in, which is not run; its ds_config.json goes to FOLDER/MODE."""
+    launcher = folder / "bin" / "heavylift"  # in the command's place
+    launcher.parent.mkdir(exist_ok=True)
+    launcher.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    launcher.chmod(0o755)
+    path = f"{launcher.parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", str(LLAMA / "finetune.sh"), mode],
+        env=command_env(PATH=path, OUTPUT_DIR=str(folder / mode), **env),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+def test_a_ratio_that_somebody_has_given_is_not_fitted(tmp_path: Path) -> None:
+    assert "--fit_ratio" in launched(tmp_path, "superoffload")
+    words = launched(tmp_path, "superoffload", RATIO="0.8")
+    assert "--fit_ratio" not in words and words[0] == "launch" and "--deepspeed_config" in words
+    config = json.loads((tmp_path / "superoffload" / "ds_config.json").read_text())
+    assert config["zero_optimization"]["offload_optimizer"]["ratio"] == 0.8
+
+
 def place(folder: Path, cases: list[tuple[str, float, float | None, bool]]) -> list[dict[str, Any]]:
     """What the program would do with the 70B shape on four ranks, for each (mode, GiB free on host and device, whether
     with --fit_ratio). No rank is started; the ds_configs are those that finetune.sh writes."""
-    launcher = (
-        folder / "bin" / "heavylift"
-    )  # in the place of the command, so that the script ends when the file is there
-    launcher.parent.mkdir(exist_ok=True)
-    launcher.write_text("#!/bin/sh\n")
-    launcher.chmod(0o755)
     for mode in ("superoffload", "zerooffload"):
-        env = command_env(PATH=f"{launcher.parent}{os.pathsep}{os.environ['PATH']}", OUTPUT_DIR=str(folder / mode))
-        subprocess.run(["bash", str(LLAMA / "finetune.sh"), mode], env=env, check=True)
+        assert "--fit_ratio" in launched(folder, mode)
     shape = ROOT / "examples" / "shapes" / "llama_3_3_70b"
     command = [sys.executable, "-c", PLACE, *map(str, (LLAMA, shape, folder)), json.dumps(cases)]
     done = subprocess.run(command, env=command_env(), capture_output=True, text=True, timeout=300)

@@ -5,8 +5,8 @@
 #       them, stepped beside backward or the next forward; `zerooffload`: all of them. A host with too little free
 #       memory for that gets the highest share that it has room for, said in one line; RATIO=0.8 is taken as it is
 # the block `heavylift` (DeepSpeed passes over it), which changes no bit of the results: states in 10 bytes per
-#       parameter instead of 12, without which nothing fits 512 GiB; half of the host's stepped by the GPU, so that their
-#       gradients need no host memory and more of the states can be there (6 GiB less on each GPU)
+#       parameter instead of 12, without which nothing fits 512 GiB; half of the host's stepped by the GPU, so that
+#       their gradients need no host memory and more of the states can be there (6 GiB less on each GPU)
 # hardware: 4 GPUs with 141 GB; 512 GiB of host memory
 # plan, superoffload: 0.90 of the states on the host: 88.8 GiB on each GPU at the peak, 655 GiB of host memory
 # plan, zerooffload: 1.00 of the states on the host: 72.4 GiB on each GPU at the peak, 727 GiB of host memory
