@@ -46,6 +46,10 @@ def differing_job(kinds: list[str]) -> dict[str, list[str]]:
             config["optimizer"]["params"]["lr"] = 0.5
         if mine == "clipping":
             config["gradient_clipping"] = 0.125
+        if mine == "streamed":
+            config["heavylift"] = {"streamed_share": 0.5}
+        if mine == "format":
+            config["heavylift"] = {"state_format": "split"}
         groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad]}]
         if mine == "groups":
             groups = [{"params": groups[0]["params"][:1]}, {"params": groups[0]["params"][1:]}]
@@ -66,6 +70,8 @@ EXPECTED = {
     "order": ("model: parameters have another order on rank 1 than on rank 0", "same model"),
     "stage": ("initialize: zero_optimization.stage: 2 on rank 0, 3 on rank 1", "the same configuration"),
     "lr": ("optimizer.lr: 0.01 on rank 0, 0.5 on rank 1", "the same configuration"),
+    "streamed": ("initialize: heavylift.streamed_share: 0.0 on rank 0, 0.5 on rank 1", "the same configuration"),
+    "format": ("heavylift.state_format (or bf16.bf16_optimizer_states): fp32 on rank 0, split on", "the same conf"),
     "clipping": ("initialize: gradient_clipping: 0.5 on rank 0, 0.125 on rank 1", "the same configuration"),
     "groups": ("parameters of group 1: absent on rank 0", "group the parameters alike"),
     "decay": ("'weight_decay': 0.25", "group the parameters alike"),
