@@ -79,7 +79,7 @@ def test_superoffload_on_random_weights(tmp_path: Path) -> None:
             "cpuadam_cores_perc": 0.9,
         },
     }
-    assert config["heavylift"] == {"state_format": "split", "streamed_share": 0.5}
+    assert config["heavylift"] == {"state_format": "split", "gradients_on": "device"}
     assert "in place of" not in run.stdout, "without a GPU there is nowhere else to put the states"
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl").steps
     assert len(steps) == 4
@@ -328,7 +328,7 @@ def test_a_host_too_small_for_the_ratio_gets_a_lower_one(tmp_path: Path) -> None
         "train_micro_batch_size_per_gpu": BATCH,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.9}},
-        "heavylift": {"state_format": "split", "streamed_share": 0.5},
+        "heavylift": {"state_format": "split", "gradients_on": "device"},
     }
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     arguments = ["--model_name", SHAPE, "--output_dir", "run", "--deepspeed_config", "ds_config.json"]

@@ -27,7 +27,7 @@ from heavylift.train.setup import workload
 WORDS = {
     "engine.ratio": "RATIO",
     "engine.state_format": "heavylift.state_format",
-    "engine.streamed_share": "heavylift.streamed_share",
+    "engine.gradients_on": "heavylift.gradients_on",
     "train.per_device_train_batch_size": "--batch_size",
     "train.gradient_checkpointing": "--activation_checkpointing",
 }
