@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import command_env
 from ranks.models import VOCAB, save_odd_llama
 from ranks.plain import make_steps
 from ranks.pool import run_on_ranks
@@ -69,6 +72,36 @@ def test_a_failed_task_opens_all_gates_with_its_error() -> None:
         with pytest.raises(RuntimeError, match="step of this group failed"):
             gate.wait()
     worker.close()
+
+
+ENDS_EARLY = """
+import torch
+from heavylift.offload.gates import Gate
+from heavylift.offload.timeline import Timeline
+from heavylift.offload.worker import Worker
+
+begun, gate, worker = torch.zeros(1), Gate(), Worker(torch.device("cpu"), Timeline())
+
+
+def task():
+    a = torch.randn(1000, 1000)
+    for step in range(100):
+        a.copy_(a * 1.0001)
+        begun.fill_(1)
+    gate.open(None)
+    print("whole", flush=True)
+
+
+worker.submit(0, gate, task)
+while not begun:
+    pass
+"""
+
+
+def test_a_program_may_end_while_a_step_is_being_done() -> None:
+    """Its interpreter would abort the process: exit code 134, after all was well."""
+    done = subprocess.run([sys.executable, "-c", ENDS_EARLY], env=command_env(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "whole\n", "")
 
 
 def test_a_worker_that_nobody_owns_does_what_it_has_and_ends() -> None:

@@ -2,10 +2,15 @@
 
 The thread knows only its queue of tasks: when whoever owns the `Worker` is garbage, so is the worker, and the thread
 ends after the tasks it has. A thread that held its owner would keep it, and every state in it, for ever.
+
+A program may end while a step is still being done: the last one has no forward after it that would wait. Python ends
+threads that come back to it late by unwinding them, which C++ code on their stack answers with `terminate`: exit code
+134 after a run that was good. So threads are waited for while the interpreter is whole (`_end_all`).
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,6 +20,9 @@ import torch
 
 from heavylift.offload.gates import Gate
 from heavylift.offload.timeline import Activity, Timeline
+
+_PATIENCE_S = 30.0
+"""At the end of a program: a task may wait for a device, or for another rank, that never comes."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,22 @@ class _Queue:
             self.changed.notify_all()
 
 
+_threads: weakref.WeakKeyDictionary[threading.Thread, _Queue] = weakref.WeakKeyDictionary()
+"""Those that have been started."""
+
+
+def _end_all() -> None:
+    """Ends all threads after the tasks they have."""
+    running = [(thread, queue) for thread, queue in _threads.items() if thread.is_alive()]
+    for _, queue in running:
+        queue.close()
+    for thread, _ in running:
+        thread.join(_PATIENCE_S)
+
+
+atexit.register(_end_all)
+
+
 def _work(queue: _Queue, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -100,6 +124,7 @@ class Worker:
         self._timeline = timeline
         self._queue = _Queue()
         self._thread = threading.Thread(target=_work, args=(self._queue, device), name=name, daemon=True)
+        _threads[self._thread] = self._queue
         self._thread.start()
         self.thread_id = self._thread.native_id
         """The operating system's id of the thread."""
