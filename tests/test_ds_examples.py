@@ -182,9 +182,9 @@ def test_states_that_cannot_fit_are_told_at_once(tmp_path: Path) -> None:
     run = finetune("superoffload", cwd=tmp_path)
     assert run.rc == 2 and "Traceback" not in run.stderr
     assert "step: 1" not in run.stdout
-    # 10 bytes of states for each of 70,553,706,496 parameters are 657 GiB; parameters and gradients come on top
+    # 10 bytes of states and 2 of the parameter for each of 70,553,706,496 are 788.5 GiB; staging comes on top
     found = [re.search(r"host memory: parameters and optimizer states need (\S+) GiB", line) for line in run.errors]
-    assert any(one is not None and 800 < float(one[1]) < 900 for one in found), run.errors
+    assert any(one is not None and 788.5 < float(one[1]) < 810 for one in found), run.errors
     assert json.loads((tmp_path / "runs" / "llama_3_3_70b_superoffload" / "ds_config.json").read_text())
 
 
