@@ -67,17 +67,25 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=int, default=50_000_000, help="parameters; take many times the last cache")
-    parser.add_argument(
-        "--threads", type=lambda text: [int(x) for x in text.split(",")], help="default: 1, 2, 4 .. all"
-    )
-    parser.add_argument("--repeats", type=int, default=15, help="pairs of step and probe for each number of threads")
+    parser.add_argument("--params", type=_positive, default=50_000_000, help="take many times the last cache")
+    parser.add_argument("--threads", type=_counts, help="default: 1, 2, 4 .. all")
+    parser.add_argument("--repeats", type=_positive, default=15, help="pairs of step and probe per count")
     parser.add_argument("--out", type=Path, help="write the numbers to this JSON file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.out is not None and not args.out.absolute().parent.is_dir():
+        parser.error(f"--out: {args.out.absolute().parent} is no folder")
+    return args
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1, got {number}")
+    return number
 
 
 def _counts(text: str) -> list[int]:
-    return [int(count) for count in text.split(",")]
+    return [_positive(count) for count in text.split(",")]
 
 
 def _doubling(limit: int) -> list[int]:

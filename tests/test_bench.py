@@ -41,7 +41,7 @@ class TestStatistics:
 
     def test_hidden_counts_seconds_not_steps(self) -> None:
         def waits(step: int, cpu_s: float, exposed_s: float) -> StepWaits:
-            return StepWaits(step, "deferred", cpu_s, 0, 0, 0, 0, 0, 0, 0, 0, exposed_s)
+            return StepWaits(step, "deferred", cpu_s, 0, 0, 0, 0, 0, 0, 0, 0, 0, exposed_s)
 
         summary = offload_summary([waits(1, 9.0, 0.0), waits(2, 1.0, 1.0)])
         assert summary is not None

@@ -171,6 +171,13 @@ def apply(words: str, asked: Setting) -> Setting:
         (setting(), machine(64, 90), {"engine.ratio"}),
         # all states on a device that is too small
         (setting(tier=Tier.DEVICE, ratio=1.0), machine(64), {"engine.offload_optimizer", "engine.ratio"}),
+        # the same with the tier not asked for yet, and with activations that are in the way too
+        (setting(tier=Tier.DEVICE, ratio=1.0), machine(34, 60), {"engine.gradients_on", "engine.offload_optimizer"}),
+        (
+            setting(replace(WORK, recompute=Recompute.NOTHING, micro_batch=2)),
+            machine(36, 62),
+            {"engine.state_format", "train.gradient_checkpointing"},
+        ),
         # both hold it, but only with smaller states: the bits stay
         (setting(), machine(30, 76), {"engine.state_format", "engine.ratio"}),
         # and these only with gradients that stay on the device, and smaller states

@@ -122,7 +122,7 @@ class ModelConfig(Section):
     """Folder or hub id of the tokenizer; default: the model's own."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Dtype of the parameters in forward and backward. `auto`: bfloat16 on a GPU, float32 on a CPU.
-    Masters and moments are float32 always."""
+    Masters are float32 always, moments as `engine.state_format` says."""
     attn_implementation: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention code of transformers. `auto`: sdpa (cuDNN or flash kernels on a GPU)."""
     trust_remote_code: bool = False

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from heavylift.config.schema import StateFormat, Tier
+from heavylift.config.schema import Schedule, StateFormat, Tier
 from heavylift.errors import UserError
 from heavylift.memory.activations import Recompute, Workload
 from heavylift.memory.machine import MachineMemory
@@ -204,6 +204,8 @@ def _combinations(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[list[s
     for words, exact in _exact(setting, dtype):
         for more, both in _exact(exact, dtype):
             yield [*words, *more], both
+            yield from (([*words, *more, *rest], other) for rest, other in _with_work(both))
+        yield from (([*words, *rest], other) for rest, other in _with_work(exact))
     work = setting.work
     if work is None:
         return
@@ -215,12 +217,22 @@ def _combinations(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[list[s
 def _exact(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[list[str], Setting]]:
     """Less memory for optimizer states, or gradients kept where there is room, with results that keep their bits."""
     options = setting.options
+    if options.tier is Tier.DEVICE:
+        # as it would run on the host: `_fitting` adds the words for that
+        options = replace(options, schedule=Schedule.AUTO)
     if options.state_format is StateFormat.FP32 and dtype == torch.bfloat16:
         split = replace(options, state_format=StateFormat.SPLIT)
         yield ["engine.state_format=split"], replace(setting, options=split)
-    if options.overlapped and options.gradients_on is Tier.HOST and not options.accumulate:
+    if replace(options, tier=Tier.HOST).overlapped and options.gradients_on is Tier.HOST and not options.accumulate:
         kept_there = replace(options, gradients_on=Tier.DEVICE)
         yield ["engine.gradients_on=device"], replace(setting, options=kept_there)
+
+
+def _with_work(setting: Setting) -> Iterator[tuple[list[str], Setting]]:
+    """More computed again, or less at one time."""
+    if setting.work is not None:
+        for words, work in (*_recomputing(setting.work), *_smaller(setting.work)):
+            yield words, replace(setting, work=work)
 
 
 def _recomputing(work: Workload) -> Iterator[tuple[list[str], Workload]]:

@@ -66,6 +66,17 @@ class TieredOptions:
     """With the host tier: share of its elements that the GPU steps, their states streamed over the bus and back."""
 
     def __post_init__(self) -> None:
+        for name, kind in (
+            ("tier", Tier),
+            ("gradients_on", Tier),
+            ("schedule", Schedule),
+            ("state_format", StateFormat),
+        ):
+            # a plain string would be none of the members that it is compared with
+            object.__setattr__(self, name, kind(getattr(self, name)))
+        for name in ("ratio", "streamed_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}: expected a number from 0 to 1, got {getattr(self, name)}")
         if self.schedule is Schedule.IMMEDIATE and self.max_grad_norm > 0:
             raise ValueError(
                 f"schedule immediate knows no clipping: expected max_grad_norm 0, got {self.max_grad_norm}"
@@ -76,7 +87,18 @@ class TieredOptions:
                 "cannot be taken back: choose auto, deferred or synchronous"
             )
         if self.state_format is StateFormat.INT8 and self.streamed_share > 0:
-            raise ValueError(f"states in format int8 are not streamed: expected 0, got {self.streamed_share=}")
+            raise ValueError(f"states in format int8 are not streamed: expected 0, got {self.streamed_share:g}")
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Options that say something and have no effect beside the others, each with why."""
+        found = []
+        if self.tier is Tier.HOST and self.gradients_on is Tier.DEVICE and not self.keeps_gradients:
+            why = "gradients are added up on the host" if self.accumulate else "no step is overlapped"
+            found.append(f"gradients_on: without effect, as {why}")
+        if self.tier is Tier.HOST and self.streamed_share > 0 and self.ratio == 0:
+            found.append("streamed_share: without effect, as ratio is 0")
+        return found
 
     @property
     def overlapped(self) -> bool:
@@ -465,6 +487,7 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
             self._overlap.close()
         if self._streamed is not None:
             self._streamed.synchronize()
+        self._stepper.streams.synchronize()
         for slab in self._slabs:
             slab.close()
         self._stepper.host.close()

@@ -415,7 +415,7 @@ class OverlappedSteps:
             self._streamed.run(part, steps, grads, operation, coefficient)
             return
         if isinstance(grads, GradientFetch):
-            with self._stepper.timeline.measure(Activity.GRADIENT, part.group.name):
+            with self._stepper.timeline.measure(Activity.FETCH, part.group.name):
                 grads_host = grads.take()
             self._stepper.step_host_part(part, steps, grads_host, operation, coefficient)
             grads.release()
@@ -446,5 +446,6 @@ class OverlappedSteps:
         self.worker.close()
         if self._bus_worker is not None:
             self._bus_worker.close()
+        self._stepper.streams.synchronize()
         if self._slab is not None:
             self._slab.close()

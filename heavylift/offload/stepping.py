@@ -69,6 +69,12 @@ class Streams:
         if self.h2d is not None:
             self.h2d.wait_stream(torch.cuda.current_stream(self.device))
 
+    def synchronize(self) -> None:
+        """Blocks until all copies are done: before their host memory is unlocked."""
+        for stream in (self.d2h, self.h2d):
+            if stream is not None:
+                stream.synchronize()
+
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
     """Context of a stream, or none."""
@@ -156,7 +162,7 @@ class PartStepper:
         streams = self.streams
         if streams.d2h is not None and streams.h2d is not None:
             streams.d2h.wait_stream(streams.h2d)  # a step that is now revised may still be on its way up
-        with self.timeline.measure(Activity.GRADIENT, f"{part.group.name} (parameters)"):
+        with self.timeline.measure(Activity.FETCH, f"{part.group.name} (parameters)"):
             with on_stream(streams.d2h):
                 for step in steps:
                     where = part.overlap(step.segment)

@@ -39,6 +39,9 @@ class Activity(StrEnum):
     of the gradient that is still in the slot."""
     ADAMW = "adamw"
     """The CPU kernel: a step, a correction or an undoing."""
+    FETCH = "copy down"
+    """On the worker: what stays on the device until its turn comes, gradients or parameters that are half of split
+    masters."""
     STREAM = "streamed step"
     """A group's states are copied up, stepped on the GPU and copied home. Measured by the thread that issues it, which
     is ahead of the bus by the ring of slots at most."""

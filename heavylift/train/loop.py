@@ -14,9 +14,10 @@ from rich import print as rich_print
 
 from heavylift.checkpoint.huggingface import save_model
 from heavylift.config.recipe import dump_recipe
-from heavylift.config.schema import Tier
+from heavylift.config.schema import StateFormat, Tier
 from heavylift.data.report import report_lines
 from heavylift.monitor.master import MonitorMaster
+from heavylift.offload.optimizer import TieredOptions
 from heavylift.train.flops import ModelShape
 from heavylift.train.metrics import (
     EvalMetrics,
@@ -158,6 +159,19 @@ def _evaluate(run: Run, step: int, reporter: Reporter | None) -> None:
         reporter.evaluation(EvalMetrics(step, loss))
 
 
+def _states(options: TieredOptions) -> str:
+    """How the optimizer's states are stored and, on the host, who steps them."""
+    said = {
+        StateFormat.FP32: "masters and moments float32",
+        StateFormat.SPLIT: "masters and moments float32 (split)",
+        StateFormat.BF16: "masters float32, moments bfloat16",
+        StateFormat.INT8: "masters float32, moments int8",
+    }[options.state_format]
+    if options.tier is Tier.HOST and options.streamed_share > 0:
+        said += f", {options.streamed_share:g} of the host's streamed"
+    return said
+
+
 def _summary(run: Run) -> RunSummary:
     recipe = run.recipe
     return RunSummary(
@@ -165,7 +179,7 @@ def _summary(run: Run) -> RunSummary:
         num_params=run.num_params,
         num_trainable_params=run.num_trainable_params,
         param_dtype=str(run.dtype).removeprefix("torch."),
-        master_dtype="float32",
+        states=_states(run.engine.optimizer.options),
         micro_batch=recipe.train.per_device_train_batch_size,
         accumulation_steps=recipe.train.gradient_accumulation_steps,
         num_ranks=run.ranks.world_size,

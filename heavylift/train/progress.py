@@ -117,8 +117,8 @@ class RunSummary:
     num_trainable_params: int
     param_dtype: str
     """Of the parameters in forward and backward, e.g. `bfloat16`."""
-    master_dtype: str
-    """Of the optimizer's masters and moments."""
+    states: str
+    """How the optimizer's masters and moments are stored."""
     micro_batch: int
     accumulation_steps: int
     num_ranks: int
@@ -148,7 +148,7 @@ def banner(summary: RunSummary) -> str:
     rows = {
         "model": summary.model,
         "parameters": f"{summary.num_trainable_params:,} trained of {summary.num_params:,} ({share:.1%})",
-        "dtype": f"parameters {summary.param_dtype}, masters and moments {summary.master_dtype}",
+        "dtype": f"parameters {summary.param_dtype}, {summary.states}",
         "batch": f"{summary.effective_batch} samples per step = {summary.micro_batch} per process"
         f" x {summary.accumulation_steps} accumulated x {_count(summary.num_ranks, 'process', 'processes')}",
         "steps": f"{summary.num_steps:,}",

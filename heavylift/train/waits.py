@@ -1,10 +1,10 @@
 """Where the optimizer of the host tier spent its time in a step, and how much of that training had to wait for.
 
 The ranges of `heavylift.offload.timeline` are added up per step: a range counts in the step in which it ended. Work of
-the host tier is the CPU kernel, streaming states through the GPU, waiting for a staging slot, issuing the copies up,
-and adding up gradients. It is hidden
-while the thread that trains is not blocked at a gate or for the worker; work in that thread itself never is. The
-worker's wait for a gradient is no work: counting it would flatter the hidden share.
+the host tier is the CPU kernel, streaming states through the GPU, copying down what waited there, waiting for a slot,
+issuing the copies up, and adding up gradients. It is hidden while the thread that trains is not blocked at a gate or
+for the worker; work in that thread itself never is. The worker's wait for a gradient that is not there yet is no work:
+counting it would flatter the hidden share.
 
 Left out: the time of the copies themselves, but for what a gate sees of them (`gate_device_s`).
 """
@@ -21,7 +21,7 @@ from heavylift.config.schema import Schedule
 from heavylift.offload.timeline import Activity, Range
 
 WAITS = (Activity.GATE, Activity.DRAIN)
-WORK = (Activity.ADAMW, Activity.STREAM, Activity.SLOT, Activity.ISSUE, Activity.ACCUMULATE)
+WORK = (Activity.ADAMW, Activity.STREAM, Activity.FETCH, Activity.SLOT, Activity.ISSUE, Activity.ACCUMULATE)
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,9 @@ class StepWaits:
     """In the CPU kernel."""
     stream_s: float
     """Streaming states over the bus, through the GPU's kernel and back."""
+    fetch_s: float
+    """The worker waiting for what comes down when it is its turn: gradients that waited on the device, and parameters
+    that are half of split masters."""
     slot_s: float
     """The worker waiting for a staging slot, that is, for a copy up."""
     issue_s: float
@@ -62,7 +65,7 @@ class StepWaits:
     @property
     def work_s(self) -> float:
         """All work of the host tier."""
-        return self.cpu_s + self.stream_s + self.slot_s + self.issue_s + self.accumulate_s
+        return self.cpu_s + self.stream_s + self.fetch_s + self.slot_s + self.issue_s + self.accumulate_s
 
 
 def waits_text(waits: StepWaits) -> str:
@@ -93,6 +96,7 @@ class WaitWatch:
             step=step,
             schedule=schedule.value,
             cpu_s=_seconds(ranges, Activity.ADAMW),
+            fetch_s=_seconds(ranges, Activity.FETCH),
             slot_s=_seconds(work, Activity.SLOT),
             stream_s=_seconds(ranges, Activity.STREAM),
             issue_s=_seconds(ranges, Activity.ISSUE),

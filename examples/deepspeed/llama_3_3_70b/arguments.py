@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import NoReturn
 
@@ -73,9 +74,11 @@ def _problems(args: argparse.Namespace) -> list[str]:
         if getattr(args, name) < least:
             found.append(f"--{name} {getattr(args, name)}: expected at least {least}")
     for name in ("lr", "weight_decay"):
-        if getattr(args, name) < 0:
+        if not 0 <= getattr(args, name) < math.inf:
             found.append(f"--{name} {getattr(args, name):g}: expected at least 0")
-    if args.num_train_epochs <= 0:
+    if not 0 <= args.seed < 2**32:
+        found.append(f"--seed {args.seed}: expected a whole number from 0 below 4294967296")
+    if not 0 < args.num_train_epochs < math.inf:
         found.append(f"--num_train_epochs {args.num_train_epochs:g}: expected more than 0")
     if args.batch_size is not None and args.batch_size < 1:
         found.append(f"--batch_size {args.batch_size}: expected at least 1")

@@ -43,6 +43,10 @@ num_gpus=${NUM_GPUS:-4}
 output_dir=${OUTPUT_DIR:-runs/llama_3_3_70b_$mode}
 ratio=${RATIO:-$([[ $mode == superoffload ]] && echo 0.90 || echo 1.0)}
 [[ -n ${RATIO:-} ]] || set -- --fit_ratio "$@"
+if ! [[ $ratio =~ ^(0|1|0?\.[0-9]+|[01]\.0*|0\.[0-9]*)$ ]]; then
+    echo "error: RATIO: expected a number from 0 to 1, got '$ratio'" >&2
+    exit 2
+fi
 
 if [[ $mode == superoffload ]]; then
     placement='"ratio": '$ratio', "super_offload": true, "cpuadam_cores_perc": 0.90'

@@ -120,6 +120,7 @@ _SHAPES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": 
 def _scheduler(settings: Settings, reading: Reading, draft: _Draft) -> None:
     scheduler = settings.scheduler
     if scheduler is None:
+        draft.put("train", lr_scheduler_type="constant")  # the rate of an engine without a scheduler never changes
         return
     shape = _SHAPES.get(scheduler.name)
     if shape is None:
