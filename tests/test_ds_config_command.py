@@ -172,6 +172,7 @@ def test_convert_takes_monitors_and_the_moments_dtype_over(tmp_path: Path) -> No
     train = load_recipe(path).train
     assert load_recipe(path).engine.state_format == "bf16"
     assert train.report_to == ("tensorboard", "csv", "wandb", "comet") and train.run_name == "lamp"
+    assert train.lr_scheduler_type == "constant", "without a scheduler the rate stays what it is"
     assert "secret" not in done.stdout and "job_name" in done.stdout
     said = {line.split(": ")[0].removeprefix("# - ") for line in done.stdout.splitlines() if line.startswith("# - ")}
     assert said == {
