@@ -41,7 +41,7 @@ def make_engine(case: Case, seed: int = 0, **more: Any) -> Any:
 
 def states(engine: Any) -> Tensors:
     """Masters and moments, whole, by name."""
-    from parity_api.runs import whole
+    from ranks.gather import whole
 
     from heavylift.api.checkpoint_states import saved_states
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks.gather import whole
 from ranks.models import VOCAB, save_odd_llama
 from ranks.plain import Rows, loss_sum, make_steps, micro_batches
 from ranks.pool import run_on_ranks
-from ranks.sharded import Setup, build, take_step, whole, whole_weights
+from ranks.sharded import Setup, build, take_step, whole_weights
 from torch import nn
 from torch.distributed.tensor import DTensor
 

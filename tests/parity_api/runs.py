@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks.gather import whole
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import heavylift
 from heavylift.offload.access import find_states
@@ -49,12 +49,6 @@ def ds_config(case: Case, world_size: int, **more: Any) -> dict[str, Any]:
         **blocks,
         **more,
     }
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, gathered. A collective."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def masters(engine: Any) -> dict[str, torch.Tensor]:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from heavylift.config.schema import ModelConfig, Schedule, StateFormat, Tier
 from heavylift.engine import Engine, StepResult, build_optimizer
 from heavylift.models.load import build_on_meta, load_hf_config, load_weights, materialise
 from heavylift.offload.optimizer import TieredOptions
 from heavylift.sharding import make_mesh, shard_model
+from ranks.gather import whole
 from ranks.plain import Rows, Trajectory, micro_batches
 
 LR = 1e-2
@@ -82,12 +82,6 @@ def take_step(engine: Engine, rows: Rows, accumulation: int = 1) -> StepResult:
     """One optimizer step on this rank's share of `rows`."""
     mine = micro_batches(rows, dist.get_rank(), dist.get_world_size(), accumulation)
     return engine.train_step(mine, rows.num_trained)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a parameter or state, gathered. A collective."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def whole_weights(engine: Engine) -> dict[str, torch.Tensor]:
