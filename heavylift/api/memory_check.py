@@ -11,8 +11,8 @@ from itertools import chain
 
 import torch
 
-from heavylift.config.schema import Schedule, StateFormat, Tier
-from heavylift.memory.fit import Setting, fits, highest_ratio
+from heavylift.config.schema import Schedule, Tier
+from heavylift.memory.fit import Setting, exact_changes, fits, highest_ratio
 from heavylift.memory.machine import MachineMemory, agree, measure
 from heavylift.memory.plan import MemoryPlan, check_plan
 from heavylift.memory.planner import ModelPlanner
@@ -75,11 +75,9 @@ def _to_host(options: TieredOptions, machine: MachineMemory) -> Iterator[_Change
 
 
 def _exact(options: TieredOptions, dtype: torch.dtype) -> Iterator[_Change]:
-    """Less memory for states, or gradients kept where there is room, with results that keep their bits."""
-    if options.state_format is StateFormat.FP32 and dtype == torch.bfloat16:
-        yield _Change(('heavylift.state_format "split"',), replace(options, state_format=StateFormat.SPLIT))
-    if options.overlapped and options.gradients_on is Tier.HOST and not options.accumulate:
-        yield _Change(('heavylift.gradients_on "device"',), replace(options, gradients_on=Tier.DEVICE))
+    """`exact_changes` in the words of a ds_config."""
+    for key, value, changed in exact_changes(options, dtype):
+        yield _Change((f'heavylift.{key} "{value}"',), changed)
 
 
 def _combined(options: TieredOptions, dtype: torch.dtype, machine: MachineMemory) -> Iterator[_Change]:

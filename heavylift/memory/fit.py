@@ -214,18 +214,23 @@ def _combinations(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[list[s
             yield [*words, *more], replace(setting, work=smaller)
 
 
+def exact_changes(options: TieredOptions, dtype: torch.dtype) -> Iterator[tuple[str, str, TieredOptions]]:
+    """Single options, as (name, value, all options with it), that take less memory for states, or keep gradients where
+    there is room, with results that keep their bits. `dtype`: of the parameters."""
+    if options.state_format is StateFormat.FP32 and dtype == torch.bfloat16:
+        yield "state_format", "split", replace(options, state_format=StateFormat.SPLIT)
+    if options.overlapped and options.gradients_on is Tier.HOST and not options.accumulate:
+        yield "gradients_on", "device", replace(options, gradients_on=Tier.DEVICE)
+
+
 def _exact(setting: Setting, dtype: torch.dtype) -> Iterator[tuple[list[str], Setting]]:
-    """Less memory for optimizer states, or gradients kept where there is room, with results that keep their bits."""
+    """`exact_changes` in the words of a recipe."""
     options = setting.options
     if options.tier is Tier.DEVICE:
         # as it would run on the host: `_fitting` adds the words for that
-        options = replace(options, schedule=Schedule.AUTO)
-    if options.state_format is StateFormat.FP32 and dtype == torch.bfloat16:
-        split = replace(options, state_format=StateFormat.SPLIT)
-        yield ["engine.state_format=split"], replace(setting, options=split)
-    if replace(options, tier=Tier.HOST).overlapped and options.gradients_on is Tier.HOST and not options.accumulate:
-        kept_there = replace(options, gradients_on=Tier.DEVICE)
-        yield ["engine.gradients_on=device"], replace(setting, options=kept_there)
+        options = replace(options, tier=Tier.HOST, schedule=Schedule.AUTO)
+    for key, value, changed in exact_changes(options, dtype):
+        yield [f"engine.{key}={value}"], replace(setting, options=replace(changed, tier=setting.options.tier))
 
 
 def _with_work(setting: Setting) -> Iterator[tuple[list[str], Setting]]:

@@ -19,6 +19,7 @@ from heavylift.offload.groups import Segment
 from heavylift.offload.kernels import Kernel
 from heavylift.offload.staging import Slot, StagingRing
 from heavylift.offload.states import Part
+from heavylift.offload.tensors import StepTensors
 from heavylift.offload.timeline import Activity, Timeline
 
 
@@ -30,6 +31,16 @@ class Operation(StrEnum):
     """Turn a step with the whole gradient into one with `coefficient` times it."""
     UNDO = "undo"
     """Take a step back."""
+
+
+def apply(operation: Operation, kernel: Kernel, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
+    """Has the kernel do the operation. `coefficient`: of a correction."""
+    if operation is Operation.STEP:
+        kernel.step(tensors, hyper)
+    elif operation is Operation.CORRECT:
+        kernel.correct(tensors, hyper, coefficient)
+    else:
+        kernel.undo(tensors, hyper)
 
 
 @dataclass(frozen=True)
@@ -138,12 +149,7 @@ class PartStepper:
             for run, first in runs(part, steps):
                 hyper = first.hyper
                 tensors = part.step_tensors(run, grads_host[run], slot.param_host[run], first.segment, hyper.step)
-                if operation is Operation.STEP:
-                    self.host.step(tensors, hyper)
-                elif operation is Operation.CORRECT:
-                    self.host.correct(tensors, hyper, coefficient)
-                else:
-                    self.host.undo(tensors, hyper)
+                apply(operation, self.host, tensors, hyper, coefficient)
             if grads_host is part.accumulator:
                 # before the gate opens: the next backward adds to it
                 grads_host.zero_()

@@ -22,8 +22,7 @@ import torch
 
 from heavylift.offload.kernels import Kernel
 from heavylift.offload.states import Part
-from heavylift.offload.stepping import Operation, SegmentStep, on_stream, record
-from heavylift.offload.tensors import StepTensors
+from heavylift.offload.stepping import Operation, SegmentStep, apply, on_stream, record
 from heavylift.offload.tiers import TierUsage
 from heavylift.offload.timeline import Activity, Timeline
 
@@ -177,13 +176,8 @@ class StreamedSteps:
         param = piece.step.segment.shard()[piece.in_segment]
         master, exp_avg, exp_avg_sq = (tensor[in_slot] for tensor in here[:3])
         described = part.step_tensors(at, grad, param, piece.step.segment, hyper.step)
-        tensors: StepTensors = replace(described, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-        if operation is Operation.STEP:
-            self._kernel.step(tensors, hyper)
-        elif operation is Operation.CORRECT:
-            self._kernel.correct(tensors, hyper, coefficient)
-        else:
-            self._kernel.undo(tensors, hyper)
+        tensors = replace(described, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+        apply(operation, self._kernel, tensors, hyper, coefficient)
 
     def synchronize(self) -> None:
         """Blocks until everything issued is home."""
