@@ -179,7 +179,7 @@ def main() -> None:
             print(f"{variant:<24} {found['step_s']:.3f} s, device {found['peak_device_gib']} GiB", flush=True)
             args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     dist.barrier()
-    # not left to the interpreter's own end: see docs/log.md on gloo's threads
+    # as heavylift's own processes leave: see `heavylift.launch.entry.leave`
     os._exit(0)
 
 

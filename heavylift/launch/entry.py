@@ -52,8 +52,8 @@ def die_with_launcher() -> None:
 def leave(code: int) -> NoReturn:
     """Ends the process without Python's own clean-up, which everything that matters must not depend on.
 
-    While the interpreter ends, a thread of gloo that lets go of its last Python object aborts the process ("terminate
-    called without an active exception", about one run in twenty): a finished run would be told as a failed one.
+    A thread that comes back to Python while the interpreter ends is unwound, which C++ code on its stack answers by
+    aborting the process ("terminate called without an active exception"): a finished run would be told as a failed one.
     """
     logging.shutdown()
     _flush()
