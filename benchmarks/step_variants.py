@@ -8,8 +8,8 @@ A variant is `device`, or STREAMED_SHARE:STATE_FORMAT:SCHEDULE with the recipe's
 starting are paid once, so a variant costs its steps and the page-locking of its memory. The bus is measured first: all
 processes at the same time, with copies of 256 MB.
 
-Times are of `Engine.train_step`, every process after a barrier; rank 0's are written. The weights go on from variant to
-variant: losses are no part of the result.
+Times are those from the end of one `Engine.train_step` to that of the next; rank 0's are written. The weights go on
+from variant to variant: losses are no part of the result.
 """
 
 from __future__ import annotations
@@ -129,11 +129,13 @@ def measure(run: Run, options: TieredOptions, batch: Batch, num_steps: int, num_
     engine, watch, steps = Engine(sharded, optimizer, device), WaitWatch(optimizer.worker_threads), []
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
+    dist.barrier()
+    start_s = time.perf_counter()
     for step in range(num_steps):
-        dist.barrier()
-        start_s = time.perf_counter()
         engine.train_step([batch], batch.input_ids.numel() * run.ranks.world_size)
-        step_s = time.perf_counter() - start_s
+        # from the end of one step to that of the next: nothing here makes the device idle between them
+        stop_s = time.perf_counter()
+        step_s, start_s = stop_s - start_s, stop_s
         gate_device_s = optimizer.take_device_gate_s()
         waits = watch.step(step + 1, optimizer.last_schedule, optimizer.timeline.take(), gate_device_s)
         seconds = {name: round(getattr(waits, name), 4) for name in seconds_names()}

@@ -24,6 +24,7 @@ from heavylift.offload.groups import make_group
 from heavylift.offload.optimizer import TieredAdamW, TieredOptions
 from heavylift.offload.timeline import Activity
 from heavylift.sharding import ShardedModel
+from heavylift.transfer import HostScalar, to_device
 
 
 class MicroBatch(Protocol):
@@ -66,6 +67,7 @@ class Engine:
         self.optimizer = optimizer
         self.device = device
         self._loss_head = find_loss_head(sharded.module)
+        self._loss_host = HostScalar(device)
 
     @property
     def module(self) -> nn.Module:
@@ -91,12 +93,15 @@ class Engine:
                 with timeline.measure(Activity.BACKWARD):
                     (batch_sum / num_trained_tokens).backward()
                 loss_sum += batch_sum.detach()
+        # before the step, which waits for the device once, for the norm: whoever asked for the loss after it would wait
+        # for the steps of the device's states too, and issue nothing of the next forward meanwhile
+        dist.all_reduce(loss_sum)
+        self._loss_host.send(loss_sum)
         with timeline.measure(Activity.OPTIMIZER):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        dist.all_reduce(loss_sum)
         return StepResult(
-            loss=loss_sum.item() / num_trained_tokens,
+            loss=self._loss_host.take() / num_trained_tokens,
             grad_norm=self.optimizer.grad_norm,
             skipped=self.optimizer.skipped,
         )
@@ -115,11 +120,11 @@ class Engine:
 
     def _loss_sum(self, batch: MicroBatch) -> torch.Tensor:
         # no attention mask: with padding on the right, causal attention never lets a real token see a pad
-        input_ids = batch.input_ids.to(self.device, non_blocking=True)
+        input_ids = to_device(batch.input_ids, self.device)
         if self._loss_head is not None:
             targets = Targets.of(batch.labels, self.device)
             return self._loss_head.loss_sum(self.module, input_ids, targets)
-        labels = batch.labels.to(self.device, non_blocking=True)
+        labels = to_device(batch.labels, self.device)
         return sum_token_losses(self.module(input_ids=input_ids, use_cache=False).logits, labels)
 
 

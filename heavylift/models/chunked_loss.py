@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from heavylift.transfer import to_device
+
 IGNORED = -100
 """The label of a position where nothing is predicted."""
 
@@ -38,7 +40,7 @@ class Targets:
         flat = labels.flatten()
         rows = (flat != IGNORED).nonzero().squeeze(1)
         ids = flat[rows]
-        return cls(rows.to(device, non_blocking=True), ids.to(device, non_blocking=True))
+        return cls(to_device(rows, device), to_device(ids, device))
 
     def chunks(self, chunk_tokens: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """(place among the trained tokens, rows, ids) of at most `chunk_tokens` each, about equally many."""

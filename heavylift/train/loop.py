@@ -35,6 +35,7 @@ from heavylift.train.setup import Run
 from heavylift.train.step_metrics import StepMeasure
 from heavylift.train.trace import Tracer
 from heavylift.train.waits import StepWaits, WaitWatch, mean_over_ranks, waits_text
+from heavylift.transfer import RankNumbers
 
 
 @dataclass
@@ -120,32 +121,40 @@ def _steps(run: Run, reporter: Reporter | None) -> None:
     scheduler = build_scheduler(engine.optimizer, num_steps, run.recipe.train)
     shape = ModelShape.from_config(run.hf_config.to_dict(), run.num_params)
     recomputes = run.recipe.train.recomputes_everything
-    measure = StepMeasure(plan, shape, run.num_params, recomputes, run.ranks.device)
+    numbers = RankNumbers(run.ranks.device)
+    measure = StepMeasure(plan, shape, run.num_params, recomputes, numbers)
     _evaluate(run, 0, reporter)
     if reporter is not None:
         reporter.history.first_step_unix_s = time.time()
+    start_s, paused = 0.0, True
     for step in range(num_steps):
         if tracer is not None:
             tracer.begin_step(step + 1)
-        start_s = time.perf_counter()
+        if paused:
+            start_s = time.perf_counter()
         batches = plan.micro_batches(step, run.ranks.rank)
         lr = float(engine.optimizer.param_groups[0]["lr"])
         result = engine.train_step(batches, plan.num_trained_tokens(step))
         scheduler.step()
-        step_s = time.perf_counter() - start_s
+        # from the end of one step to that of the next, with the reporting between them: the device still works on a
+        # step whose norm is known, so this is what a step takes in the long run
+        stop_s = time.perf_counter()
+        step_s, start_s = stop_s - start_s, stop_s
         ranges = optimizer.timeline.take()
         if tracer is not None:
             tracer.end_step(step + 1, ranges)
         waits = None
         if _has_host_tier(run):
             mine = watch.step(step + 1, optimizer.last_schedule, ranges, optimizer.take_device_gate_s())
-            waits = mean_over_ranks(mine, run.ranks.device)
+            waits = mean_over_ranks(mine, numbers)
         metrics = measure.of_step(step, batches, result.loss, result.grad_norm, lr, step_s)
         if reporter is not None:
             reporter.step(metrics, waits, step == num_steps - 1)
         every = run.recipe.train.eval_steps
+        paused = tracer is not None  # it writes a long file
         if step == num_steps - 1 or (every is not None and (step + 1) % every == 0):
             _evaluate(run, step + 1, reporter)
+            paused = True
 
 
 def _evaluate(run: Run, step: int, reporter: Reporter | None) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from heavylift.data.batches import Batch, BatchPlan
 from heavylift.train.flops import ModelShape, examples_flops, model_flops
 from heavylift.train.metrics import StepMetrics, memory_now
+from heavylift.transfer import RankNumbers
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class StepMeasure:
     num_params: int
     recomputes: bool
     """Whether every layer's forward runs again in backward."""
-    device: torch.device
+    numbers: RankNumbers
 
     def of_step(
         self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float, lr: float, step_s: float
@@ -52,7 +52,5 @@ class StepMeasure:
 
     def _memory(self) -> tuple[float, float]:
         """(device GiB of the process that has most, host GiB of all processes)."""
-        largest, total = (torch.tensor(value, device=self.device) for value in memory_now())
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        dist.all_reduce(total)
-        return float(largest), float(total)
+        on_device, on_host = zip(*self.numbers.gather(memory_now()), strict=True)
+        return max(on_device), sum(on_host)

@@ -14,11 +14,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
-import torch
-import torch.distributed as dist
-
 from heavylift.config.schema import Schedule
 from heavylift.offload.timeline import Activity, Range
+from heavylift.transfer import RankNumbers
 
 WAITS = (Activity.GATE, Activity.DRAIN)
 WORK = (Activity.ADAMW, Activity.STREAM, Activity.FETCH, Activity.SLOT, Activity.ISSUE, Activity.ACCUMULATE)
@@ -130,10 +128,9 @@ def seconds_names() -> list[str]:
     return [f.name for f in fields(StepWaits) if f.name.endswith("_s")]
 
 
-def mean_over_ranks(waits: StepWaits, device: torch.device) -> StepWaits:
+def mean_over_ranks(waits: StepWaits, numbers: RankNumbers) -> StepWaits:
     """The mean of all processes' seconds. A collective; step and schedule are the same everywhere."""
     names = seconds_names()
-    seconds = torch.tensor([getattr(waits, name) for name in names], dtype=torch.float64, device=device)
-    dist.all_reduce(seconds)
-    means = (seconds / dist.get_world_size()).tolist()
+    every = numbers.gather([getattr(waits, name) for name in names])
+    means = [sum(column) / len(every) for column in zip(*every, strict=True)]
     return StepWaits(step=waits.step, schedule=waits.schedule, **dict(zip(names, means, strict=True)))
