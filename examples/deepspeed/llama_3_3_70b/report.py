@@ -19,6 +19,7 @@ from heavylift.train.flops import ModelShape
 from heavylift.train.metrics import MetricsWriter, StepMetrics, step_line
 from heavylift.train.monitors import metrics_events, open_monitors
 from heavylift.train.step_metrics import StepMeasure
+from heavylift.transfer import RankNumbers
 
 
 def wait_for_device() -> None:
@@ -34,7 +35,7 @@ class StepReport:
         self, recipe: Recipe, plan: BatchPlan, hf_config: PretrainedConfig, num_params: int, device: torch.device
     ) -> None:
         shape = ModelShape.from_config(hf_config.to_dict(), num_params)
-        self._measure = StepMeasure(plan, shape, num_params, recipe.train.recomputes_everything, device)
+        self._measure = StepMeasure(plan, shape, num_params, recipe.train.recomputes_everything, RankNumbers(device))
         self.steps: list[StepMetrics] = []
         if dist.get_rank() == 0:
             folder = Path(recipe.train.output_dir)
