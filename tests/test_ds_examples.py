@@ -39,7 +39,7 @@ def finetune(*args: str | Path, cwd: Path, **env: str) -> Finished:
     done = subprocess.run(
         ["bash", str(LLAMA / "finetune.sh"), *map(str, args)],
         cwd=cwd,
-        env=command_env(PATH=path, NUM_GPUS="2", XDG_CACHE_HOME=str(cwd / "cache"), **env),
+        env=command_env(PATH=path, XDG_CACHE_HOME=str(cwd / "cache"), **{"NUM_GPUS": "2", **env}),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -384,6 +384,30 @@ def test_arguments(switches: list[str], named: list[str]) -> None:
     assert len(caught.value.problems) == len(named)
     for problem, word in zip(sorted(caught.value.problems), sorted(named), strict=True):
         assert word in problem
+
+
+def test_a_model_that_is_not_there_is_told_in_the_programs_own_words(tmp_path: Path) -> None:
+    run = finetune("superoffload", "--max_length", 64, cwd=tmp_path, MODEL="/nope", OUTPUT_DIR="run", NUM_GPUS="1")
+    assert run.rc == 2
+    said = "error: /nope: no such model folder; change --model_name (finetune.sh: MODEL)"
+    assert [line for line in run.stderr.splitlines() if line.startswith("error:")] == [said]
+
+
+def test_the_programs_words_are_those_of_its_switches_and_scripts() -> None:
+    words, arguments = load(LLAMA / "words.py"), (LLAMA / "arguments.py").read_text()
+    script = (LLAMA / "finetune.sh").read_text()
+    for key, word in words.SWITCHES.items():
+        section, _, name = key.partition(".")
+        assert name in Recipe.model_fields[section].annotation.model_fields, key
+        word = word.split()[0]
+        if word.startswith("--"):
+            assert f'add("{word}"' in arguments, word
+        else:
+            assert "${" + word + ":-" in script or f'"{word.removeprefix("heavylift.")}": ' in script, word
+    said = "lower data.cutoff_len, or train.num_train_epochs. Not engine.ratios, a/data.dataset or data.dataset.json"
+    assert words.in_own_words(said) == (
+        "lower --max_length, or --num_train_epochs. Not engine.ratios, a/data.dataset or data.dataset.json"
+    )
 
 
 # ---- the model of one's own ------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from data import fetch_dataset, has_tokenizer, make_plan
 from placement import Placement
 from report import StepReport, log_line, wait_for_device
 from torch import nn
+from words import in_own_words
 
 import heavylift
 from heavylift.checkpoint.huggingface import save_model
@@ -212,5 +213,5 @@ if __name__ == "__main__":
         if os.environ.get("RANK", "0") != "0":
             time.sleep(3)  # one voice: the launcher ends this rank as soon as rank 0 has spoken
         for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr, flush=True)
+            print(f"error: {in_own_words(problem)}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USER_ERROR)

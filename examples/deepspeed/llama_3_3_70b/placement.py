@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from words import SWITCHES
+
 from heavylift.api.initialize import tiered_options
 from heavylift.api.prepare import TORCH_DTYPES
 from heavylift.config.deepspeed.settings import Settings
@@ -23,15 +25,6 @@ from heavylift.models.loss_head import install_loss_head
 from heavylift.ranks import Ranks
 from heavylift.sharding import make_mesh, shard_model
 from heavylift.train.setup import workload
-
-WORDS = {
-    "engine.ratio": "RATIO",
-    "engine.state_format": "heavylift.state_format",
-    "engine.gradients_on": "heavylift.gradients_on",
-    "train.per_device_train_batch_size": "--batch_size",
-    "train.gradient_checkpointing": "--activation_checkpointing",
-}
-"""Keys of a recipe, as plans name what would fit -> what this program calls them."""
 
 
 class Placement:
@@ -85,8 +78,10 @@ class Placement:
     def _remedies(self, machine: MachineMemory) -> Iterator[str]:
         for text in remedies(self._planner, self._setting, machine, self._local_world_size):
             pairs = [word.partition("=") for word in text.split()]
-            if all(key in WORDS for key, _, _ in pairs):
+            if all(key in SWITCHES for key, _, _ in pairs):
                 yield " ".join(
-                    WORDS[key] if value == "true" else f"{WORDS[key]}{' ' if key.startswith('train.') else '='}{value}"
+                    SWITCHES[key]
+                    if value == "true"
+                    else f"{SWITCHES[key]}{' ' if key.startswith('train.') else '='}{value}"
                     for key, _, value in pairs
                 )
