@@ -125,7 +125,7 @@ def test_missing_keys_and_sections(tmp_path: Path) -> None:
     assert problems(tmp_path, "model: {}\ntrain:\n  seed: 1\n") == [
         "recipe.yaml:1: model.model_name_or_path: missing; expected text",
         "recipe.yaml:2: train.output_dir: missing; expected text",
-        "recipe.yaml: data: `dataset` is missing: give a JSON-lines file, or `format: random`",
+        "recipe.yaml: data.dataset: `dataset` is missing; give a JSON-lines file, or `format: random`",
     ]
 
 
@@ -160,19 +160,59 @@ def test_text_that_looks_like_a_number(tmp_path: Path) -> None:
 def test_checks_of_a_whole_section(tmp_path: Path) -> None:
     text = GOOD + "  warmup_ratio: 0.1\n  warmup_steps: 3\nexport:\n  max_shard_size: 5 apples\n"
     assert problems(tmp_path, text) == [
-        "recipe.yaml:5: train: give warmup_ratio or warmup_steps, not both",
-        "recipe.yaml:9: export: max_shard_size: expected a size such as 500MB or 5GB, got '5 apples'",
+        "recipe.yaml:8: train.warmup_steps: give warmup_ratio or warmup_steps, not both",
+        "recipe.yaml:10: export.max_shard_size: expected a size such as 500MB or 5GB, got '5 apples'",
     ]
 
 
 def test_checks_over_several_sections(tmp_path: Path) -> None:
     text = GOOD + "engine:\n  offload_optimizer: host\n  schedule: immediate\n"
     [problem] = problems(tmp_path, text)
-    assert problem.startswith("recipe.yaml:9: engine.schedule: immediate steps before the gradient norm is known; set")
+    assert problem.startswith("recipe.yaml:9: engine.schedule: immediate steps are taken before the gradient norm is")
     [problem] = problems(tmp_path, GOOD + "  eval_steps: 2\n")
     assert problem == (
-        "recipe.yaml:7: train.eval_steps: nothing is held out to evaluate on; set data.val_size or remove it"
+        "recipe.yaml:7: train.eval_steps: nothing is held out to evaluate on; set data.val_size or "
+        "remove train.eval_steps"
     )
+
+
+CONFLICTS = (
+    GOOD
+    + """\
+  warmup_ratio: 0.1
+engine:
+  offload_optimizer: host
+  schedule: deferred
+  streamed_share: 0.0
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "place"),
+    [
+        (
+            ["engine.state_format=int8", "engine.streamed_share=0.4"],
+            "engine.streamed_share: states in state_format int8",
+        ),
+        (["engine.schedule=immediate"], "engine.schedule: immediate steps are taken before the gradient norm is known"),
+        (["train.warmup_steps=3"], "train.warmup_steps: give warmup_ratio or warmup_steps, not both"),
+        (["engine.offload_optimizer=host", "data.val_size=1.5"], "data.val_size: expected a share below 1"),
+        (["export.max_shard_size=x"], "export.max_shard_size: expected a size such as"),
+    ],
+)
+def test_a_conflict_is_told_where_the_value_came_from(tmp_path: Path, overrides: list[str], place: str) -> None:
+    load(tmp_path, CONFLICTS)
+    [problem] = problems(tmp_path, CONFLICTS, *overrides)
+    assert problem.startswith(f"command line: {place}")
+
+
+def test_a_conflict_of_file_and_command_line_is_told_at_the_command_line(tmp_path: Path) -> None:
+    immediate = CONFLICTS.replace("deferred", "immediate").replace("train:\n", "train:\n  max_grad_norm: 0\n")
+    [problem] = problems(tmp_path, immediate, "train.max_grad_norm=1")
+    assert problem.startswith("command line: train.max_grad_norm: immediate steps are taken before")
+    [problem] = problems(tmp_path, CONFLICTS.replace("0.0", "0.5"), "engine.state_format=int8")
+    assert problem.startswith("command line: engine.state_format: states in state_format int8 are not streamed, got")
 
 
 def test_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from heavylift.config.conflict import Conflict
 from heavylift.config.schema import Recipe
 from heavylift.config.words import accepts, expected, named, nearest, sections, shown
 from heavylift.errors import UserError
@@ -270,15 +271,13 @@ def _explain(error: ValidationError, given: _Given) -> list[str]:
         loc = tuple(str(part) for part in item["loc"][:2])
         if loc in found:
             continue
-        if not loc:  # a check over several sections: its message begins with the key
-            message = item["msg"].removeprefix("Value error, ")
-            found[loc] = f"{given.place(*message.split(':')[0].split('.'))}: {message}"
+        conflict = item.get("ctx", {}).get("error")
+        if isinstance(conflict, Conflict):
+            keys = [(*loc, *key.split(".")) for key in conflict.keys]
+            found[loc] = _told(keys, str(conflict), given)
             continue
+        assert len(loc) == 2, f"a check that does not say which keys it is about: {item}"
         name, place = ".".join(loc), given.place(*loc)
-        if len(loc) == 1:  # a check of the whole section: its own message says it all
-            message = item["msg"].removeprefix("Value error, ")
-            found[loc] = f"{place}: {name}: {message}"
-            continue
         section, key = loc
         takes = expected(sections()[section].model_fields[key])
         if item["type"] == "missing":
@@ -288,6 +287,13 @@ def _explain(error: ValidationError, given: _Given) -> list[str]:
         hint = "; put it in quotes" if takes.startswith("text") and isinstance(value, int | float) else ""
         found[loc] = f"{place}: {name}: expected {takes}, got {shown(value)}{hint}"
     return list(found.values())
+
+
+def _told(keys: Sequence[tuple[str, ...]], message: str, given: _Given) -> str:
+    """A conflict, at the key that came last: one of the command line, which changes what the file says."""
+    named = [key for key in keys if key in given.places]
+    key = next((key for key in named if given.place(*key) == COMMAND_LINE), (named or keys)[0])
+    return f"{given.place(*key)}: {'.'.join(key)}: {message}"
 
 
 def _syntax_problem(error: yaml.YAMLError, shown_path: str) -> str:

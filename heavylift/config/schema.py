@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from heavylift.config.conflict import Conflict
+
 
 class Tier(StrEnum):
     """Where a tensor lives. `host` is CPU memory, `device` the accelerator (on a machine without one, the CPU)."""
@@ -161,13 +163,22 @@ class DataConfig(Section):
     def _check(self) -> Self:
         if self.format == "random":
             if self.dataset is not None:
-                raise ValueError("format: random draws its own tokens; remove `dataset` or choose another format")
+                raise Conflict(
+                    "format: random draws its own tokens; remove `dataset` or choose another format",
+                    "dataset",
+                    "format",
+                )
             if self.cutoff_len is None or self.num_samples is None:
-                raise ValueError("format: random needs `cutoff_len` and `num_samples`")
+                needed = ("cutoff_len", "num_samples")
+                raise Conflict("format: random needs `cutoff_len` and `num_samples`", "format", *needed)
         elif not self.files:
-            raise ValueError("`dataset` is missing: give a JSON-lines file, or `format: random`")
+            raise Conflict(
+                "`dataset` is missing; give a JSON-lines file, or `format: random`",
+                "dataset",
+                "format",
+            )
         if 1 < self.val_size and self.val_size != int(self.val_size):
-            raise ValueError(f"val_size is a share below 1 or a whole number of samples, got {self.val_size}")
+            raise Conflict(f"expected a share below 1 or a whole number of samples, got {self.val_size}", "val_size")
         return self
 
 
@@ -237,10 +248,14 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.warmup_ratio and self.warmup_steps:
-            raise ValueError("give warmup_ratio or warmup_steps, not both")
+            raise Conflict("give warmup_ratio or warmup_steps, not both", "warmup_steps", "warmup_ratio")
         if not self.gradient_checkpointing and (self.cpu_checkpointing or self.checkpoint_every != 1):
             key = "cpu_checkpointing" if self.cpu_checkpointing else "checkpoint_every"
-            raise ValueError(f"{key} says how layers are recomputed, and none is: set gradient_checkpointing to true")
+            raise Conflict(
+                f"{key} says how layers are recomputed, and none is: set gradient_checkpointing to true",
+                key,
+                "gradient_checkpointing",
+            )
         return self
 
     @property
@@ -279,14 +294,18 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _check_format(self) -> Self:
         if not self.state_format.is_exact and self.schedule in (Schedule.IMMEDIATE, Schedule.SPECULATIVE):
-            raise ValueError(
-                f"schedule: a step that {self.schedule} has taken too early cannot be taken back with state_format "
-                f"{self.state_format}; choose auto, deferred or synchronous"
+            raise Conflict(
+                f"a step that {self.schedule} has taken too early cannot be taken back with state_format "
+                f"{self.state_format}; choose schedule auto, deferred or synchronous",
+                "schedule",
+                "state_format",
             )
         if self.state_format is StateFormat.INT8 and self.streamed_share > 0:
-            raise ValueError(
-                f"streamed_share: states in format int8 are not streamed, got {self.streamed_share:g}; set it to 0, or "
-                "state_format to fp32, split or bf16"
+            raise Conflict(
+                f"states in state_format int8 are not streamed, got streamed_share {self.streamed_share:g}; set it to "
+                "0, or state_format to fp32, split or bf16",
+                "streamed_share",
+                "state_format",
             )
         return self
 
@@ -325,7 +344,7 @@ class ExportConfig(Section):
         try:
             parse_size(self.max_shard_size)
         except ValueError as error:
-            raise ValueError(f"max_shard_size: {error}") from None
+            raise Conflict(str(error), "max_shard_size") from None
         return self
 
 
@@ -348,13 +367,23 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.eval.sample_prompt is not None and not self.export.save:
-            raise ValueError("eval.sample_prompt: asks the saved model; remove it, or set export.save to true")
+            raise Conflict(
+                "the prompt asks the saved model; remove eval.sample_prompt, or set export.save to true",
+                "eval.sample_prompt",
+                "export.save",
+            )
         if self.train.eval_steps is not None and self.data.val_size == 0:
-            raise ValueError("train.eval_steps: nothing is held out to evaluate on; set data.val_size or remove it")
+            raise Conflict(
+                "nothing is held out to evaluate on; set data.val_size or remove train.eval_steps",
+                "train.eval_steps",
+                "data.val_size",
+            )
         if self.engine.schedule is Schedule.IMMEDIATE and self.train.max_grad_norm > 0:
-            raise ValueError(
-                "engine.schedule: immediate steps before the gradient norm is known; set train.max_grad_norm to 0, or "
-                "choose speculative, deferred or auto"
+            raise Conflict(
+                "immediate steps are taken before the gradient norm is known; set train.max_grad_norm to 0, or "
+                "engine.schedule to speculative, deferred or auto",
+                "engine.schedule",
+                "train.max_grad_norm",
             )
         self._check_host_tier()
         return self
@@ -364,10 +393,11 @@ class Recipe(Section):
         has decided (a recipe for the host with one word changed, to compare), and is told when the run starts."""
         unused = self.engine.keys_without_effect
         if unused and "offload_optimizer" not in self.engine.model_fields_set:
-            keys = ", ".join(f"engine.{name}" for name in unused)
-            raise ValueError(
-                f"engine.{unused[0]}: has an effect with engine.offload_optimizer: host only, and that is not set; add "
-                f"it, or remove {keys}"
+            keys = [f"engine.{name}" for name in unused]
+            raise Conflict(
+                f"has an effect with engine.offload_optimizer: host only, and that is not set; add it, or remove "
+                f"{', '.join(keys)}",
+                *keys,
             )
 
     @property
