@@ -1,8 +1,9 @@
-"""Gradients that wait on the device and come to the host when the CPU steps them.
+"""What comes down from the device when the CPU is about to step a part: gradients that wait there, and the parameters,
+which are half of split masters.
 
-`begin` issues the copy into one of two page-locked slots, `take` waits for it. The worker begins the next task's copy
-before it steps the group at hand, so that the bus works beside the CPU. (Otherwise all gradients of a step are copied
-as they come, into memory of their own: `heavylift.offload.overlap`.) Only the worker's thread calls these.
+`begin` issues the copy into one of two page-locked slots, `take` waits for it. The worker begins the next task's copies
+before it steps the group at hand, so that the bus works beside the CPU. (Other gradients are copied as they come, into
+memory of their own: `heavylift.offload.overlap`.) Only the worker's thread calls these.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
-from heavylift.offload.stepping import Streams, on_stream, record
+from heavylift.config.schema import StateFormat
+from heavylift.offload.staging import Slot
+from heavylift.offload.states import Part
+from heavylift.offload.stepping import PartStepper, SegmentStep, Streams, on_stream, record
 
 NUM_SLOTS = 2
 
@@ -69,3 +73,69 @@ class GradientFetch:
         if self._slot is not None:
             self._slots.give_back(self._slot)
         self._slot = self._source = None
+
+
+class ParamFetch:
+    """The parameters of one part of split states on their way to a staging slot, for its step.
+
+    The copy is issued behind the gradient's on the D2H stream, so after the forward that read the last step's
+    parameters. Not for taking a step back: that one's parameters may still be on their way up.
+    """
+
+    def __init__(self, stepper: PartStepper, part: Part, steps: Sequence[SegmentStep]) -> None:
+        assert part.state_format is StateFormat.SPLIT, f"the masters of {part.group.name} are {part.state_format}"
+        assert stepper.ring is not None
+        self._stepper, self._ring, self._part, self._steps = stepper, stepper.ring, part, steps
+        self._slot: Slot | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def begin(self) -> None:
+        """Issues the copy, once, if there is a free slot."""
+        if self._slot is None and self._ring.has_slot:
+            self._slot = self._ring.take_slot()
+            self._event = self._stepper.params_to_slot(self._part, self._steps, self._slot)
+
+    def take(self) -> Slot:
+        """The slot with the parameters in it, which is the caller's now; blocks until they are there."""
+        self.begin()
+        # of two slots at most one is held by a task that was prepared and then put back in the order
+        assert self._slot is not None, f"no slot is free for {self._part.group.name}"
+        slot, self._slot = self._slot, None
+        if self._event is not None:
+            self._event.synchronize()
+        return slot
+
+    def release(self) -> None:
+        """Nobody wants them: the slot is free behind the copy down."""
+        if self._slot is not None:
+            self._slot.free_event = self._event
+            self._ring.give_back(self._slot)
+            self._slot = None
+
+
+class Incoming:
+    """What a task of the worker takes from the device: begun ahead, together."""
+
+    def __init__(self, grads: torch.Tensor | GradientFetch, params: ParamFetch | None = None) -> None:
+        """`grads`: flat, of the part, where they lie, or on their way."""
+        self.grads = grads
+        self.params = params
+
+    def begin(self) -> None:
+        """Issues the copies for which there is room."""
+        if isinstance(self.grads, GradientFetch):
+            self.grads.begin()
+        if self.params is not None:
+            self.params.begin()
+
+    def take(self) -> tuple[torch.Tensor, Slot | None]:
+        """The gradient on the host and the slot with the parameters; blocks until they are there."""
+        grads_host = self.grads.take() if isinstance(self.grads, GradientFetch) else self.grads
+        return grads_host, None if self.params is None else self.params.take()
+
+    def release(self) -> None:
+        """Nobody reads them any more: their slots, if they have any, are free."""
+        if isinstance(self.grads, GradientFetch):
+            self.grads.release()
+        if self.params is not None:
+            self.params.release()

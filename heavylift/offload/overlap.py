@@ -8,9 +8,10 @@
         speculative, c < 1           worker: corrects every group from the kept gradient (forward order)
         speculative, skip            worker: takes every step back
 
-A gradient that stays on the device (`TieredOptions.gradients_on`) comes down to a slot when the worker gets to it, or
-to the group before it (`heavylift.offload.fetching`). What the worker does for a streamed part is to issue it, from the
-gradient on the device (`heavylift.offload.streamed`); a second thread does, so that bus and CPU work side by side.
+A gradient that stays on the device (`TieredOptions.gradients_on`) and parameters that are half of `split` masters come
+down to a slot when the worker gets to them, or to the group before (`heavylift.offload.fetching`). What the worker does
+for a streamed part is to issue it, from the gradient on the device (`heavylift.offload.streamed`); a second thread
+does, so that bus and CPU work side by side.
 
 `deferred` equals the synchronous step bit for bit. `speculative` does where clipping does not strike; where it does,
 see `heavylift.offload.correction` for how close it comes. The device tier is stepped in step(), exactly, always.
@@ -30,8 +31,8 @@ from typing import Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from heavylift.config.schema import Tier
-from heavylift.offload.fetching import NUM_SLOTS, GradientFetch, GradientSlots
+from heavylift.config.schema import StateFormat, Tier
+from heavylift.offload.fetching import NUM_SLOTS, GradientFetch, GradientSlots, Incoming, ParamFetch
 from heavylift.offload.groups import Group, Segment
 from heavylift.offload.hooks import listen_to_gradients
 from heavylift.offload.states import Part
@@ -48,10 +49,6 @@ MIN_COEFFICIENT = 2.0**-7
 MAX_COPYING = 4
 """Gradients on the device that wait for their copy to the host at one time. The program runs ahead of the device, and
 would otherwise be many layers, and their gradients, ahead; so far ahead the device has enough to do while it waits."""
-
-
-Gradient = torch.Tensor | GradientFetch
-"""Of a host part: where it is, or on its way."""
 
 
 class OverlapOptions(Protocol):
@@ -225,26 +222,26 @@ class OverlappedSteps:
         if state.grads_device is None:
             self._hold_until_copied(state.d2h_event, flat)
         if self._speculating:
-            grads = self._grads_of(host_part, state)
-            task = partial(self._speculate, index, host_part, state.steps, grads, state.d2h_event)
-            self._submit(index, host_part, grads, task)
+            incoming = self._incoming(host_part, state, state.steps)
+            task = partial(self._speculate, index, host_part, state.steps, incoming, state.d2h_event)
+            self._submit(index, host_part, incoming, task)
 
-    def _submit(self, place: int, part: Part, grads: Gradient, task: Callable[[], None]) -> None:
-        if isinstance(grads, GradientFetch):
-            self._worker_of(part).submit(place, part.group.gate, task, grads.begin)
-        else:
-            self._worker_of(part).submit(place, part.group.gate, task)
+    def _submit(self, place: int, part: Part, incoming: Incoming, task: Callable[[], None]) -> None:
+        self._worker_of(part).submit(place, part.group.gate, task, incoming.begin)
 
-    def _grads_of(self, part: Part, state: _GroupState) -> Gradient:
-        """Flat gradient of a host part: kept on the host, to be fetched from the device or, if streamed, there."""
+    def _incoming(self, part: Part, state: _GroupState, steps: Sequence[SegmentStep] | None) -> Incoming:
+        """Flat gradient of a host part: kept on the host, to be fetched from the device or, if streamed, there. With
+        the `steps` that will be taken also their parameters; None: a step is revised."""
         if part in self._kept:
-            return self._kept[part]
-        assert state.grads_device is not None
-        grads_device = state.grads_device[part.start : part.stop]
-        if part.streamed:
-            return grads_device
-        assert self._slots is not None
-        return GradientFetch(self._slots, grads_device)
+            grads: torch.Tensor | GradientFetch = self._kept[part]
+        else:
+            assert state.grads_device is not None
+            grads = state.grads_device[part.start : part.stop]
+            if not part.streamed:
+                assert self._slots is not None
+                grads = GradientFetch(self._slots, grads)
+        fetches = steps is not None and part.state_format is StateFormat.SPLIT and not part.streamed
+        return Incoming(grads, ParamFetch(self._stepper, part, steps) if fetches and steps is not None else None)
 
     def _begin_group(self, group: Group) -> None:
         """Counts the step of the segments with a gradient and takes the hyperparameters as they are now."""
@@ -332,23 +329,24 @@ class OverlappedSteps:
     def _finish_host_part(
         self, place: int, part: Part, state: _GroupState, steps: list[SegmentStep], coefficient: float, skip: bool
     ) -> None:
-        grads = self._grads_of(part, state)
         if self._speculating:
             if not skip and coefficient == 1.0:
                 return
+            incoming = self._incoming(part, state, None)
             operation = Operation.UNDO if skip else Operation.CORRECT
-            task = partial(self._revise, part, state.steps, grads, operation, coefficient)
-            self._submit(place, part, grads, task)
+            task = partial(self._revise, part, state.steps, incoming, operation, coefficient)
+            self._submit(place, part, incoming, task)
         elif not skip:
-            self._submit(place, part, grads, partial(self._step, part, steps, grads, state.d2h_event))
+            incoming = self._incoming(part, state, steps)
+            self._submit(place, part, incoming, partial(self._step, part, steps, incoming, state.d2h_event))
 
     # ---- on the worker --------------------------------------------------------------------------------------------
 
     def _step(
-        self, part: Part, steps: Sequence[SegmentStep], grads: Gradient, d2h_event: torch.cuda.Event | None
+        self, part: Part, steps: Sequence[SegmentStep], incoming: Incoming, d2h_event: torch.cuda.Event | None
     ) -> None:
         self._wait_for_gradient(part, d2h_event)
-        self._run_host(part, steps, grads, Operation.STEP, 1.0)
+        self._run_host(part, steps, incoming, Operation.STEP, 1.0)
 
     def _wait_for_gradient(self, part: Part, d2h_event: torch.cuda.Event | None) -> None:
         if d2h_event is not None:
@@ -360,39 +358,34 @@ class OverlappedSteps:
         index: int,
         part: Part,
         steps: Sequence[SegmentStep],
-        grads: Gradient,
+        incoming: Incoming,
         d2h_event: torch.cuda.Event | None,
     ) -> None:
         self._wait_for_gradient(part, d2h_event)
         if not self._may_speculate(float(self._sums_host[index])):
             self._unstepped.add(part)
-            self._let_go(grads)
+            incoming.release()
             part.group.gate.open(None)
             return
-        self._run_host(part, steps, grads, Operation.STEP, 1.0)
+        self._run_host(part, steps, incoming, Operation.STEP, 1.0)
 
     def _revise(
         self,
         part: Part,
         steps: Sequence[SegmentStep],
-        grads: Gradient,
+        incoming: Incoming,
         operation: Operation,
         coefficient: float,
     ) -> None:
         if part not in self._unstepped:
-            self._run_host(part, steps, grads, operation, coefficient)
+            self._run_host(part, steps, incoming, operation, coefficient)
             return
         self._unstepped.discard(part)
         if operation is Operation.CORRECT:
-            self._run_host(part, scaled(steps, coefficient), grads, Operation.STEP, 1.0)
+            self._run_host(part, scaled(steps, coefficient), incoming, Operation.STEP, 1.0)
         else:
-            self._let_go(grads)
+            incoming.release()
             part.group.gate.open(None)
-
-    def _let_go(self, grads: Gradient) -> None:
-        """Nobody reads it: its slot, if it has one, is free."""
-        if isinstance(grads, GradientFetch):
-            grads.release()
 
     def _may_speculate(self, sum_squares: float) -> bool:
         """False for a gradient that will be skipped or clipped hard: a correction is as good as the moments are still
@@ -405,24 +398,24 @@ class OverlappedSteps:
         self,
         part: Part,
         steps: Sequence[SegmentStep],
-        grads: Gradient | None,
+        incoming: Incoming | None,
         operation: Operation,
         coefficient: float,
     ) -> None:
-        """`grads`: of the part, on the host or, of a streamed one, on the device; None: its accumulator."""
+        """`incoming`: the part's gradient, of a streamed one on the device, and what else; None: its accumulator."""
         if part.streamed:
+            grads = None if incoming is None else incoming.grads
             assert self._streamed is not None and not isinstance(grads, GradientFetch)
             self._streamed.run(part, steps, grads, operation, coefficient)
             return
-        if isinstance(grads, GradientFetch):
-            with self._stepper.timeline.measure(Activity.FETCH, part.group.name):
-                grads_host = grads.take()
-            self._stepper.step_host_part(part, steps, grads_host, operation, coefficient)
-            grads.release()
+        if incoming is None:
+            assert part.accumulator is not None
+            self._stepper.step_host_part(part, steps, part.accumulator, operation, coefficient)
             return
-        kept = part.accumulator if grads is None else grads
-        assert kept is not None
-        self._stepper.step_host_part(part, steps, kept, operation, coefficient)
+        with self._stepper.timeline.measure(Activity.FETCH, part.group.name):
+            grads_host, slot = incoming.take()
+        self._stepper.step_host_part(part, steps, grads_host, operation, coefficient, slot)
+        incoming.release()
 
     # ---- with gradient accumulation -------------------------------------------------------------------------------
 

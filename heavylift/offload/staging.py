@@ -1,12 +1,13 @@
 """Page-locked staging between the tiers, bounded whatever the size of the model.
 
-`param_host` slots: updated shards leave the host from here, in turn. `grad_host`: where the synchronous step and
+`param_host` slots: updated shards leave the host from here. `grad_host`: where the synchronous step and
 gradient accumulation bring reduced gradients down, one host part at a time. (Overlapped schedules keep all gradients
 of a step instead: `heavylift.offload.overlap`.)
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,13 +33,12 @@ class Slot:
 
 
 class StagingRing:
-    """Slots handed out in turn, and one place for gradients."""
+    """Slots, the one that was given back first is handed out first, and one place for gradients."""
 
     def __init__(self, slots: Sequence[Slot], grad_host: torch.Tensor | None, slab: HostSlab) -> None:
-        self._slots = slots
+        self._free = deque(slots)
         self._grad_host = grad_host
         self._slab = slab
-        self._next = 0
 
     @staticmethod
     def num_bytes(num_slots: int, numel: int, dtype: torch.dtype, grad_dtype: torch.dtype | None) -> int:
@@ -73,12 +73,21 @@ class StagingRing:
         assert self._grad_host is not None, "this ring was made without room for gradients"
         return self._grad_host[:numel]
 
-    def next_slot(self) -> Slot:
-        """The next slot in turn, free to be written."""
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % len(self._slots)
+    @property
+    def has_slot(self) -> bool:
+        """Whether there is one to take."""
+        return bool(self._free)
+
+    def take_slot(self) -> Slot:
+        """A slot free to be written; blocks until the last copy out of it is done. Give it back."""
+        assert self._free, "all slots have been taken"
+        slot = self._free.popleft()
         slot.wait_until_free()
         return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """All copies out of it have been issued, and `free_event` is behind them."""
+        self._free.append(slot)
 
     def close(self) -> None:
         """Unlocks the pages."""

@@ -22,6 +22,11 @@ from heavylift.offload.states import Part
 from heavylift.offload.tensors import StepTensors
 from heavylift.offload.timeline import Activity, Timeline
 
+PIECE_NUMEL = 2**23
+"""Elements whose new parameters go up while the next are computed: copies of a third of a millisecond, ten times as
+long apart. A copy engine serves one stream until nothing more of it is ready, and FSDP2's small tables for gathering
+and scattering go up in the compute stream: a whole group's copies in one go made it stand still for 3 to 15 ms each."""
+
 
 class Operation(StrEnum):
     """What is done to the states of a part."""
@@ -134,49 +139,76 @@ class PartStepper:
         grads_host: torch.Tensor,
         operation: Operation = Operation.STEP,
         coefficient: float = 1.0,
+        slot: Slot | None = None,
     ) -> None:
-        """On the CPU; the updated shard goes up on the H2D stream and the group's gate opens behind it.
+        """On the CPU; each piece goes up on the H2D stream at once, and the group's gate opens behind the last.
 
-        grads_host: flat [part.numel], float32 or the parameters' dtype, already there. May run on any thread.
+        grads_host: flat [part.numel], float32 or the parameters' dtype, already there. `slot`: of the ring, with the
+        parameters in it where the states are `split`; None: it is taken here. May run on any thread.
         """
         assert self.ring is not None
         name = part.group.name
-        with self.timeline.measure(Activity.SLOT, name):
-            slot = self.ring.next_slot()
-        if part.state_format is StateFormat.SPLIT:
-            self._params_to_slot(part, steps, slot)
-        with self.timeline.measure(Activity.ADAMW, name if operation is Operation.STEP else f"{name} ({operation})"):
-            for run, first in runs(part, steps):
-                hyper = first.hyper
-                tensors = part.step_tensors(run, grads_host[run], slot.param_host[run], first.segment, hyper.step)
-                apply(operation, self.host, tensors, hyper, coefficient)
-            if grads_host is part.accumulator:
-                # before the gate opens: the next backward adds to it
+        label = name if operation is Operation.STEP else f"{name} ({operation})"
+        if slot is None:
+            with self.timeline.measure(Activity.SLOT, name):
+                slot = self.ring.take_slot()
+            if part.state_format is StateFormat.SPLIT:
+                if self.streams.d2h is not None and self.streams.h2d is not None:
+                    # a step that is now revised may still be on its way up
+                    self.streams.d2h.wait_stream(self.streams.h2d)
+                with self.timeline.measure(Activity.FETCH, f"{name} (parameters)"):
+                    event = self.params_to_slot(part, steps, slot)
+                    if event is not None:
+                        event.synchronize()
+        shards = _shards(part, steps)
+        for run, first in runs(part, steps):
+            hyper = first.hyper
+            tensors = part.step_tensors(run, grads_host[run], slot.param_host[run], first.segment, hyper.step)
+            for piece in pieces(run, PIECE_NUMEL):
+                here = slice(piece.start - run.start, piece.stop - run.start)
+                with self.timeline.measure(Activity.ADAMW, label):
+                    apply(operation, self.host, tensors.part(here), hyper, coefficient)
+                with self.timeline.measure(Activity.ISSUE, name), on_stream(self.streams.h2d):
+                    _copy_up(shards, slot.param_host, piece)
+        if grads_host is part.accumulator:
+            # before the gate opens: the next backward adds to it
+            with self.timeline.measure(Activity.ADAMW, label):
                 grads_host.zero_()
-        with self.timeline.measure(Activity.ISSUE, name), on_stream(self.streams.h2d):
-            for step in steps:
-                where = part.overlap(step.segment)
-                if where is not None:
-                    shard = step.segment.shard()[part.overlap_in_segment(step.segment)]
-                    shard.copy_(slot.param_host[where], non_blocking=True)
         slot.free_event = record(self.streams.h2d)
         part.group.gate.open(slot.free_event)
+        self.ring.give_back(slot)
 
-    def _params_to_slot(self, part: Part, steps: Sequence[SegmentStep], slot: Slot) -> None:
-        """Brings the parameters, which are half of split masters, down to where the kernel writes their new values, and
-        waits for them."""
-        streams = self.streams
-        if streams.d2h is not None and streams.h2d is not None:
-            streams.d2h.wait_stream(streams.h2d)  # a step that is now revised may still be on its way up
-        with self.timeline.measure(Activity.FETCH, f"{part.group.name} (parameters)"):
-            with on_stream(streams.d2h):
-                for step in steps:
-                    where = part.overlap(step.segment)
-                    if where is not None:
-                        shard = step.segment.shard()[part.overlap_in_segment(step.segment)]
-                        slot.param_host[where].copy_(shard, non_blocking=True)
-            if streams.d2h is not None:
-                streams.d2h.record_event().synchronize()
+    def params_to_slot(self, part: Part, steps: Sequence[SegmentStep], slot: Slot) -> torch.cuda.Event | None:
+        """Issues the copies of the parameters, which are half of split masters, down to where the kernel writes their
+        new values. Returns the event behind them."""
+        with on_stream(self.streams.d2h):
+            for where, shard in _shards(part, steps):
+                slot.param_host[where].copy_(shard, non_blocking=True)
+        return record(self.streams.d2h)
+
+
+def _shards(part: Part, steps: Sequence[SegmentStep]) -> list[tuple[slice, torch.Tensor]]:
+    """Where the stepped segments lie in the part, each with as much of its shard on the device."""
+    found = []
+    for step in steps:
+        where = part.overlap(step.segment)
+        if where is not None:
+            found.append((where, step.segment.shard()[part.overlap_in_segment(step.segment)]))
+    return found
+
+
+def _copy_up(shards: Sequence[tuple[slice, torch.Tensor]], param_host: torch.Tensor, piece: slice) -> None:
+    """Issues the copies of a range of the part's new parameters."""
+    for where, shard in shards:
+        start, stop = max(where.start, piece.start), min(where.stop, piece.stop)
+        if start < stop:
+            shard[start - where.start : stop - where.start].copy_(param_host[start:stop], non_blocking=True)
+
+
+def pieces(whole: slice, numel: int) -> Iterator[slice]:
+    """A range in pieces of `numel`, the last one perhaps smaller."""
+    for start in range(whole.start, whole.stop, numel):
+        yield slice(start, min(start + numel, whole.stop))
 
 
 def runs(part: Part, steps: Sequence[SegmentStep]) -> Iterator[tuple[slice, SegmentStep]]:

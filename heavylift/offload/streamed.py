@@ -9,6 +9,11 @@ parameters do not cross the bus at all. What crosses is twice the states: 24 byt
 slots are a ring: whoever issues the copies waits for the copy home out of the slot that it is about to fill again, so
 that only so much is issued ahead and what waits can still be put into another order.
 
+One chunk at a time is on its way up, and the next is issued when it has arrived. A copy engine serves one stream until
+nothing more of it is ready; FSDP2's small tables for gathering and scattering, which go up in the compute stream, get
+their turn in the gap. With the next chunk already in the queue, each of them waited for 5 to 17 ms, and forward or
+backward with it.
+
 The bits are those of the CPU step: both kernels equal one specification. Left out: who issues this and when
 (`heavylift.offload.overlap`).
 """
@@ -26,8 +31,9 @@ from heavylift.offload.stepping import Operation, SegmentStep, apply, on_stream,
 from heavylift.offload.tiers import TierUsage
 from heavylift.offload.timeline import Activity, Timeline
 
-CHUNK_NUMEL = 2**24
-"""Elements that travel together: copies of 32 to 64 MB, which reach the bus's full speed."""
+CHUNK_NUMEL = 2**21
+"""Elements that travel together: copies of 4 to 8 MB, half a millisecond for the three. Larger ones make others wait
+for longer, smaller ones take the issuing thread longer than the bus."""
 NUM_SLOTS = 3
 """One on its way up, one being stepped, one on its way home."""
 _FIRST = -1
@@ -85,6 +91,8 @@ class StreamedSteps:
         ]
         usage.device_bytes += slot_bytes([part.numel for part in parts], dtypes)
         self._next = 0
+        self._up_event: torch.cuda.Event | None = None
+        """Behind the last chunk's way up."""
         is_cuda = device.type == "cuda"
         self._device = device
         # streams of their own: behind a chunk that waits for its step, no gradient or parameter should have to wait
@@ -136,17 +144,19 @@ class StreamedSteps:
     ) -> torch.cuda.Event | None:
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
-        slot.wait_until_free()
         numel = chunk.stop - chunk.start
         at_home = [tensor[chunk] for tensor in part.stored()]
         here = [tensor[:numel] for tensor in slot.states]
+        slot.wait_until_free()
+        if self._up_event is not None:
+            self._up_event.synchronize()
         with on_stream(self._up):
             for source, target in zip(at_home, here, strict=True):
                 target.copy_(source, non_blocking=True)
-        up_event = record(self._up)
+        self._up_event = record(self._up)
         with on_stream(self._step):
-            if self._step is not None and up_event is not None:
-                self._step.wait_event(up_event)
+            if self._step is not None and self._up_event is not None:
+                self._step.wait_event(self._up_event)
             for piece in pieces:
                 self._compute(part, piece, chunk.start, here, grads, operation, coefficient)
             if grads is None:
