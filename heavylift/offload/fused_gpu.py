@@ -8,6 +8,11 @@ are read and written where they lie; others are unpacked into temporaries.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,169 +27,68 @@ from heavylift.offload.correction import (
     correction_scalars,
 )
 from heavylift.offload.formats import for_each_chunk
+from heavylift.offload.fused_kernels import adamw_kernel, adamw_table_kernel, revise_kernel, sum_squares_kernel
 from heavylift.offload.kernels import PlainKernel
 from heavylift.offload.tensors import StepTensors
+from heavylift.transfer import to_device
 
 _BLOCK = 4096
+_NARROW_BLOCK = 1024  # where loads are not 128 bits wide: of 4096 so few programs fit on the GPU at once that it waits
 _REVISE_BLOCK = 2048  # more values of each element are alive at once
 _UNPACKED_ELEMENTS = 2**22  # temporaries of about 40 bytes each, which no plan counts
 _SUM_BLOCK, _SUM_BLOCKS = 1024, 16
 
-# Triton's compiler reads the signatures below, not Python's types
+
+class _Call(NamedTuple):
+    """What the rows of one launch have in common: the kernel is compiled for it."""
+
+    state_format: StateFormat
+    grad: torch.dtype
+    param: torch.dtype
+    aligned: bool
+    """Every address is a multiple of 16, and so is the number of elements."""
+
+    @property
+    def block(self) -> int:
+        """Elements of one program."""
+        return _BLOCK if self.aligned else _NARROW_BLOCK
 
 
-@triton.jit
-def _load_master(master_ptr, param_ptr, v_bits, offsets, mask, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    if SPLIT:  # `heavylift.offload.formats.join_masters`
-        low = tl.load(master_ptr + offsets, mask=mask).to(tl.int32) & 0xFFFF
-        rounded = tl.load(param_ptr + offsets, mask=mask).to(tl.int16, bitcast=True).to(tl.int32)
-        went_up = (v_bits >> 31) & 1
-        master = (((rounded - went_up) << 16) | low).to(tl.float32, bitcast=True)
-    else:
-        master = tl.load(master_ptr + offsets, mask=mask)
-    return master
+def _calls(tensors: Iterable[StepTensors]) -> dict[_Call, list[StepTensors]]:
+    """In which launch each is a row. What lies aligned and ends oddly makes two: its end must not slow it down."""
+    calls: dict[_Call, list[StepTensors]] = {}
+    for one in tensors:
+        assert one.param_out is not None, "the device tier writes its parameters"
+        one.check()
+        numel, kind = one.master.numel(), (one.state_format, one.grad.dtype, one.param_out.dtype)
+        addresses = one.master.data_ptr() | one.exp_avg.data_ptr() | one.exp_avg_sq.data_ptr()
+        addresses |= one.grad.data_ptr() | one.param_out.data_ptr()
+        even = numel - numel % _ALIGNMENT if addresses % _ALIGNMENT == 0 else 0
+        if even > 0:
+            row = one if even == numel else one.part(slice(0, even))
+            calls.setdefault(_Call(*kind, aligned=True), []).append(row)
+        if even < numel:
+            row = one if even == 0 else one.part(slice(even, numel))
+            calls.setdefault(_Call(*kind, aligned=False), []).append(row)
+    return calls
 
 
-@triton.jit
-def _store_second_moment(exp_avg_sq_ptr, v, p, offsets, mask, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    if SPLIT:  # `mark_signs_`, `rounds_up`
-        param_bits = p.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
-        went_up = (param_bits - (p.to(tl.int32, bitcast=True) >> 16)) & 1
-        went_up = tl.where(p == p, went_up, 0)
-        bits = (v.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | (went_up << 31)
-        tl.store(exp_avg_sq_ptr + offsets, bits.to(tl.float32, bitcast=True), mask=mask)
-    else:
-        tl.store(exp_avg_sq_ptr + offsets, v, mask=mask)
+def _table(rows: Sequence[StepTensors], block: int) -> tuple[torch.Tensor, int]:
+    """What `adamw_table_kernel` reads, and the number of its programs, each of which does `block` elements of one row.
 
-
-@triton.jit
-def _store_master(master_ptr, param_ptr, p, offsets, mask, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    if SPLIT:  # `low_halves`
-        tl.store(master_ptr + offsets, p.to(tl.int32, bitcast=True).to(tl.int16), mask=mask)
-    else:
-        tl.store(master_ptr + offsets, p, mask=mask)
-    tl.store(param_ptr + offsets, p.to(param_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _update(m, v, bias2_sqrt, eps, neg_step_size):  # type: ignore[no-untyped-def]
-    denom = tl.div_rn(tl.sqrt_rn(v), bias2_sqrt + tl.zeros_like(v)) + eps
-    return tl.div_rn(m * neg_step_size, denom)
-
-
-@triton.jit
-def _adamw_kernel(  # type: ignore[no-untyped-def]
-    master_ptr,
-    exp_avg_ptr,
-    exp_avg_sq_ptr,
-    grad_ptr,
-    param_ptr,
-    numel,
-    grad_scale,
-    decay,
-    one_minus_beta1,
-    beta2,
-    one_minus_beta2,
-    bias2_sqrt,
-    eps,
-    neg_step_size,
-    UPDATE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    # 64-bit offsets: a part may have more than 2**31 elements
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < numel
-    g = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32) * grad_scale
-    m = tl.load(exp_avg_ptr + offsets, mask=mask)
-    v = tl.load(exp_avg_sq_ptr + offsets, mask=mask)
-    p = _load_master(master_ptr, param_ptr, v.to(tl.int32, bitcast=True), offsets, mask, SPLIT)
-    if SPLIT:
-        v = tl.abs(v)
-    m = m + (g - m) * one_minus_beta1
-    v = v * beta2 + (g * one_minus_beta2) * g
-    if UPDATE:
-        p = p * decay + _update(m, v, bias2_sqrt, eps, neg_step_size)
-    tl.store(exp_avg_ptr + offsets, m, mask=mask)
-    _store_second_moment(exp_avg_sq_ptr, v, p, offsets, mask, SPLIT)
-    _store_master(master_ptr, param_ptr, p, offsets, mask, SPLIT)
-
-
-@triton.jit
-def _revise_kernel(  # type: ignore[no-untyped-def]
-    master_ptr,
-    exp_avg_ptr,
-    exp_avg_sq_ptr,
-    grad_ptr,
-    param_ptr,
-    numel,
-    grad_scale,
-    clipped_scale,
-    decay,
-    one_minus_beta1,
-    inverse_beta1,
-    beta2,
-    one_minus_beta2,
-    bias2_sqrt,
-    eps,
-    neg_step_size,
-    UPDATE: tl.constexpr,
-    UNDO: tl.constexpr,
-    FIRST_STEP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < numel
-    unscaled = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
-    g = unscaled * grad_scale
-    m = tl.load(exp_avg_ptr + offsets, mask=mask)
-    v = tl.load(exp_avg_sq_ptr + offsets, mask=mask)
-    p = _load_master(master_ptr, param_ptr, v.to(tl.int32, bitcast=True), offsets, mask, SPLIT)
-    if SPLIT:
-        v = tl.abs(v)
-    if FIRST_STEP:
-        m_before = tl.zeros_like(m)
-        v_decayed = tl.zeros_like(v)
-    else:
-        x = (m - g * one_minus_beta1) * inverse_beta1
-        again = x + (g - x) * one_minus_beta1
-        m_before = x + (m - again) * inverse_beta1
-        v_decayed = v - (g * one_minus_beta2) * g
-    if UNDO:
-        if UPDATE:
-            p = tl.div_rn(p - _update(m, v, bias2_sqrt, eps, neg_step_size), decay + tl.zeros_like(p))
-        m = m_before
-        v = v_decayed
-        if not FIRST_STEP:
-            v = tl.div_rn(v_decayed, beta2 + tl.zeros_like(v))
-    else:
-        clipped = unscaled * clipped_scale
-        same = g == 0
-        m_clipped = m_before + (clipped - m_before) * one_minus_beta1
-        m_clipped = tl.where(same, m, m_clipped)
-        v_clipped = v_decayed + (clipped * one_minus_beta2) * clipped
-        v_clipped = tl.where(same, v, v_clipped)
-        if UPDATE:
-            moved = p - _update(m, v, bias2_sqrt, eps, neg_step_size)
-            moved = moved + _update(m_clipped, v_clipped, bias2_sqrt, eps, neg_step_size)
-            p = tl.where(same, p, moved)
-        m = m_clipped
-        v = v_clipped
-    tl.store(exp_avg_ptr + offsets, m, mask=mask)
-    _store_second_moment(exp_avg_sq_ptr, v, p, offsets, mask, SPLIT)
-    _store_master(master_ptr, param_ptr, p, offsets, mask, SPLIT)
-
-
-@triton.jit
-def _sum_squares_kernel(x_ptr, partial_ptr, numel, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    start = tl.program_id(0).to(tl.int64) * BLOCK * BLOCKS
-    total = tl.zeros((BLOCK,), dtype=tl.float64)
-    for block in range(BLOCKS):
-        offsets = start + block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + offsets, mask=offsets < numel, other=0.0).to(tl.float32).to(tl.float64)
-        total += x * x
-    tl.store(partial_ptr + tl.program_id(0), tl.sum(total, axis=0))
+    int64 [7 * rows] on the CPU: the first program of each row, then its numbers of elements, and the addresses of
+    master, exp_avg, exp_avg_sq, grad and param_out. Column by column: the search reads neighbouring addresses.
+    """
+    numels = [row.master.numel() for row in rows]
+    programs = list(accumulate((triton.cdiv(numel, block) for numel in numels), initial=0))
+    columns = array("q", programs[:-1])
+    columns.extend(numels)
+    columns.extend(row.master.data_ptr() for row in rows)
+    columns.extend(row.exp_avg.data_ptr() for row in rows)
+    columns.extend(row.exp_avg_sq.data_ptr() for row in rows)
+    columns.extend(row.grad.data_ptr() for row in rows)
+    columns.extend(row.param_out.data_ptr() for row in rows if row.param_out is not None)
+    return torch.frombuffer(columns, dtype=torch.int64), programs[-1]
 
 
 class FusedGpuKernel(PlainKernel):
@@ -198,7 +102,7 @@ class FusedGpuKernel(PlainKernel):
             return super().sum_squares(tensor)
         num_programs = triton.cdiv(numel, _SUM_BLOCK * _SUM_BLOCKS)
         partial = torch.empty(num_programs, dtype=torch.float64, device=tensor.device)
-        _sum_squares_kernel[(num_programs,)](tensor, partial, numel, BLOCK=_SUM_BLOCK, BLOCKS=_SUM_BLOCKS, num_warps=4)
+        sum_squares_kernel[(num_programs,)](tensor, partial, numel, BLOCK=_SUM_BLOCK, BLOCKS=_SUM_BLOCKS, num_warps=4)
         # one partial sum per program, added in a fixed order: the same bits every time
         return partial.sum()
 
@@ -211,6 +115,19 @@ class FusedGpuKernel(PlainKernel):
         else:
             chunk = _UNPACKED_ELEMENTS
             for_each_chunk(tensors, chunk, chunk, lambda part: self._launch_step(part, s))
+
+    def step_all(self, tensors: Sequence[StepTensors], hyper: AdamWHyper) -> None:
+        """The same as `step` of each, in one launch; runs on the current stream of their common device.
+
+        Several launches where dtypes, formats or alignment differ; one by one in formats that must be unpacked.
+        """
+        scalars = hyper.scalars()
+        for one in tensors:
+            if one.state_format not in _READ_IN_PLACE:
+                self.step(one, hyper)
+        in_place = (one for one in tensors if one.state_format in _READ_IN_PLACE)
+        for call, rows in _calls(in_place).items():
+            self._launch_table(rows, call, scalars)
 
     def correct(self, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """See `adamw_correct_`; runs on the current stream."""
@@ -230,7 +147,7 @@ class FusedGpuKernel(PlainKernel):
         numel = tensors.master.numel()
         if numel == 0:
             return
-        _adamw_kernel[(triton.cdiv(numel, _BLOCK),)](
+        adamw_kernel[(triton.cdiv(numel, _BLOCK),)](
             tensors.master,
             tensors.exp_avg,
             tensors.exp_avg_sq,
@@ -252,12 +169,36 @@ class FusedGpuKernel(PlainKernel):
             enable_fp_fusion=False,
         )
 
+    def _launch_table(self, rows: Sequence[StepTensors], call: _Call, s: AdamWScalars) -> None:
+        table, num_programs = _table(rows, call.block)
+        adamw_table_kernel[(num_programs,)](
+            to_device(table, rows[0].master.device),
+            len(rows),
+            s.grad_scale,
+            s.decay,
+            s.one_minus_beta1,
+            s.beta2,
+            s.one_minus_beta2,
+            s.bias2_sqrt,
+            s.eps,
+            s.neg_step_size,
+            GRAD=_TRITON_DTYPES[call.grad],
+            PARAM=_TRITON_DTYPES[call.param],
+            SEARCH_STEPS=(len(rows) - 1).bit_length(),
+            ALIGNED=call.aligned,
+            UPDATE=s.update,
+            SPLIT=call.state_format is StateFormat.SPLIT,
+            BLOCK=call.block,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
+
     def _launch_revision(self, tensors: StepTensors, c: CorrectionScalars, clipped: float, *, undo: bool) -> None:
         assert tensors.param_out is not None, "the device tier writes its parameters"
         numel, s = tensors.master.numel(), c.step
         if numel == 0:
             return
-        _revise_kernel[(triton.cdiv(numel, _REVISE_BLOCK),)](
+        revise_kernel[(triton.cdiv(numel, _REVISE_BLOCK),)](
             tensors.master,
             tensors.exp_avg,
             tensors.exp_avg_sq,
@@ -285,3 +226,5 @@ class FusedGpuKernel(PlainKernel):
 
 
 _READ_IN_PLACE = (StateFormat.FP32, StateFormat.SPLIT)
+_ALIGNMENT = 16  # bytes of an address, and elements: what Triton needs to know for loads of 128 bits
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

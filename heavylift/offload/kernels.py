@@ -22,6 +22,9 @@ class Kernel(Protocol):
     def step(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """One AdamW step in place. See `adamw_step_`."""
 
+    def step_all(self, tensors: Sequence[StepTensors], hyper: AdamWHyper) -> None:
+        """`step` of each, with the same bits: one call where calls are dear. None of them overlap."""
+
     def correct(self, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """Makes of the step just done the one with `coefficient` (0 to 1) times the gradient. See `adamw_correct_`."""
 
@@ -44,6 +47,11 @@ class PlainKernel:
     def step(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """See `adamw_step_`."""
         adamw_step_(tensors, hyper)
+
+    def step_all(self, tensors: Sequence[StepTensors], hyper: AdamWHyper) -> None:
+        """One after the other."""
+        for one in tensors:
+            self.step(one, hyper)
 
     def correct(self, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """See `adamw_correct_`."""
@@ -75,6 +83,11 @@ class NativeKernel:
     def step(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """See `adamw_step_`."""
         self._library.adamw_step_(self._pool, tensors, hyper)
+
+    def step_all(self, tensors: Sequence[StepTensors], hyper: AdamWHyper) -> None:
+        """One after the other."""
+        for one in tensors:
+            self.step(one, hyper)
 
     def correct(self, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """See `adamw_correct_`."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from heavylift.config.schema import Schedule, StateFormat, Tier
 from heavylift.offload.adamw import AdamWHyper
+from heavylift.offload.device_steps import DeviceSteps
 from heavylift.offload.formats import check_format
 from heavylift.offload.gates import install_gate
 from heavylift.offload.gradients import GradientAccumulation, accumulated_sums, global_norm, shard_process_groups
@@ -272,19 +273,23 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
             self._stepper.streams.h2d_after_current()
             if self._streamed is not None:
                 self._streamed.after_current()
+            on_device = DeviceSteps(self._stepper.device)
             for group, parts in zip(self.groups, self.parts, strict=True):
                 steps = [self._begin_segment(s) for s in group.segments if s in active]
-                self._step_group_now(group, parts, scaled(steps, coefficient))
+                self._step_group_now(group, parts, scaled(steps, coefficient), on_device)
+            on_device.run()
             self.synchronize()
         if self._accumulation is not None:
             self._accumulation.reset()
 
-    def _step_group_now(self, group: Group, parts: Sequence[Part], steps: list[SegmentStep]) -> None:
+    def _step_group_now(
+        self, group: Group, parts: Sequence[Part], steps: list[SegmentStep], on_device: DeviceSteps
+    ) -> None:
         if not steps:
             return
         for part in parts:
             if part.tier is Tier.DEVICE:
-                self._stepper.step_device_part(part, steps)
+                on_device.add(part, steps)
                 continue
             if part.streamed:
                 assert self._streamed is not None
@@ -295,8 +300,6 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
             grads = part.accumulator if part.accumulator is not None else self._grads_to_host(part)
             group.gate.close()
             self._stepper.step_host_part(part, steps, grads)
-        for step in steps:
-            step.segment.mark_seen()  # a group without a host part has no gate that would
 
     def _grads_to_host(self, part: Part) -> torch.Tensor:
         """Brings the part's gradients into staging, in one copy where they lie in one buffer, and waits for them."""

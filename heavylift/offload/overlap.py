@@ -32,6 +32,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from heavylift.config.schema import StateFormat, Tier
+from heavylift.offload.device_steps import DeviceSteps
 from heavylift.offload.fetching import NUM_SLOTS, GradientFetch, GradientSlots, Incoming, ParamFetch
 from heavylift.offload.groups import Group, Segment
 from heavylift.offload.hooks import listen_to_gradients
@@ -286,6 +287,7 @@ class OverlappedSteps:
         """
         if self._speculating:
             self._check_unchanged()
+        on_device = DeviceSteps(self._stepper.device)
         for place, group in enumerate(self._groups):
             state = self._state[group]
             if self._speculating and skip:
@@ -300,10 +302,11 @@ class OverlappedSteps:
                 if part.tier is Tier.HOST:
                     self._finish_host_part(place, part, state, steps, coefficient, skip)
                 elif not skip:
-                    self._step_device_part(part, steps, state.grads_device)
+                    on_device.add(part, steps, state.grads_device)
         self.worker.turn_to_forward_order()
         if self._bus_worker is not None:
             self._bus_worker.turn_to_forward_order()
+        on_device.run()
         # the norm has been waited for, so nearly all are copied: the next forward's activations need their room
         self._let_go_of_copied()
         self._in_step = False
@@ -320,11 +323,6 @@ class OverlappedSteps:
                         f"parameter group asks for {now.hyper}: change hyperparameters before backward, or take "
                         "schedule deferred or synchronous"
                     )
-
-    def _step_device_part(self, part: Part, steps: list[SegmentStep], grads: torch.Tensor | None = None) -> None:
-        self._stepper.step_device_part(part, steps, grads)
-        for step in steps:
-            step.segment.mark_seen()  # a group without a host part has no gate that would
 
     def _finish_host_part(
         self, place: int, part: Part, state: _GroupState, steps: list[SegmentStep], coefficient: float, skip: bool
@@ -421,15 +419,19 @@ class OverlappedSteps:
 
     def finish_accumulated(self, steps_of: dict[Group, list[SegmentStep]]) -> None:
         """Deferred steps from the accumulators, which are zero afterwards; the hyperparameters hold the coefficient."""
+        on_device, accumulators = DeviceSteps(self._stepper.device), []
         for place, group in enumerate(self._groups):
             for part in self._parts[group]:
                 assert part.accumulator is not None
                 if part.tier is Tier.DEVICE:
-                    self._step_device_part(part, steps_of[group])
-                    part.accumulator.zero_()
+                    on_device.add(part, steps_of[group])
+                    accumulators.append(part.accumulator)
                 elif steps_of[group]:
                     task = partial(self._run_host, part, steps_of[group], None, Operation.STEP, 1.0)
                     self._worker_of(part).submit(place, group.gate, task)
+        on_device.run()
+        for accumulator in accumulators:
+            accumulator.zero_()
 
     def close(self) -> None:
         """Lets go of the parameters, ends the worker after its tasks and unlocks the pages."""

@@ -114,24 +114,6 @@ class PartStepper:
         self.streams = streams
         self.timeline = timeline
 
-    def step_device_part(self, part: Part, steps: Sequence[SegmentStep], grads: torch.Tensor | None = None) -> None:
-        """On the current stream, in place. `grads`: the group's flat gradient; None: `param.grad` or accumulator."""
-        for step in steps:
-            where = part.overlap(step.segment)
-            if where is None:
-                continue
-            inside = part.overlap_in_segment(step.segment)
-            if part.accumulator is not None:
-                grad = part.accumulator[where]
-            elif grads is not None:
-                grad = grads[part.start + where.start : part.start + where.stop]
-            else:
-                whole = step.segment.grad()
-                assert whole is not None, f"{step.segment.name} has no gradient"
-                grad = whole[inside]
-            param = step.segment.shard()[inside]
-            self.device.step(part.step_tensors(where, grad, param, step.segment, step.hyper.step), step.hyper)
-
     def step_host_part(
         self,
         part: Part,

@@ -96,12 +96,12 @@ def draw(events: list[Event], ranges: Sequence[Range], clock_s: float, threads: 
 
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _UP, _DOWN, _KERNELS = "copies up to the device", "copies down to the host", "other kernels"
-# by what a kernel's name holds; Triton's kernels are named as in `heavylift/offload/fused_gpu.py`
+# by what a kernel's name holds; Triton's kernels are named as in `heavylift/offload/fused_kernels.py`
 _ROLES = (
     ("nccl", "collectives"),
-    ("_adamw_kernel", "optimizer steps"),
-    ("_revise_kernel", "optimizer steps"),
-    ("_sum_squares_kernel", "reduced gradients"),
+    ("adamw_", "optimizer steps"),
+    ("revise_kernel", "optimizer steps"),
+    ("sum_squares_kernel", "reduced gradients"),
 )
 
 
