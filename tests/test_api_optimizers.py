@@ -238,8 +238,8 @@ def test_what_cannot_be_done_as_asked_is_said_in_one_line() -> None:
         assert "\n" not in messages[name]
 
 
-def moments_in_bfloat16_job() -> tuple[dict[str, Any], str]:
-    """`bf16_optimizer_states`: what AdamW and SGD make of it."""
+def moments_in_bfloat16_job() -> tuple[dict[str, Any], list[str], list[str]]:
+    """`bf16_optimizer_states`: what AdamW, the file's SGD and the script's SGD make of it."""
     config = ds_config(Case("branches", 2, "cpu", "bf16"), dist.get_world_size())
     config["bf16"]["bf16_optimizer_states"] = True
     engine, optimizer, *_ = heavylift.initialize(model=make_branches(), config=config)
@@ -258,17 +258,23 @@ def moments_in_bfloat16_job() -> tuple[dict[str, Any], str]:
     del config["zero_optimization"]["offload_optimizer"]
     config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
     told = warnings_of(lambda: heavylift.initialize(model=make_branches(), config=config)[0].destroy())
-    return result, " | ".join(told)
+    del config["optimizer"]
+    model = make_branches()
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    told_own = warnings_of(lambda: heavylift.initialize(model=model, optimizer=own, config=config)[0].destroy())
+    return result, told, told_own
 
 
 def test_moments_in_bfloat16_as_the_configuration_asks() -> None:
-    (result, told), (_, silent) = run_on_ranks(2, moments_in_bfloat16_job)
+    (result, told, told_own), (_, *silent) = run_on_ranks(2, moments_in_bfloat16_job)
     assert result["format"] is StateFormat.BF16
     assert result["moment"].any() and torch.equal(result["moment"], result["moment"].bfloat16().float())
     assert not torch.equal(result["master"], result["master"].bfloat16().float()), "the master is float32"
     assert result["set"] == [torch.tensor(1 / 3).bfloat16().item()]
+    why = "no effect: only AdamW's states have a format, and optimizer.type is SGD"
+    assert told == [f"bf16.bf16_optimizer_states: {why}"] and silent == [[], []]
     keys = "heavylift.state_format or bf16.bf16_optimizer_states"
-    assert told == f"{keys}: no effect with SGD: only AdamW has it" and silent == ""
+    assert told_own == [f"{keys}: no effect with SGD: only AdamW has it"]
 
 
 def test_an_unknown_keyword_is_pythons_own_error() -> None:

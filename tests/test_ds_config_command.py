@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 from conftest import Finished, command_env
-from ds_configs import FOLDER, all_config_files, write_config
+from ds_configs import FOLDER, all_config_files, own_world_size, write_config
 from typer.testing import CliRunner
 
 from heavylift.cli.main import app
-from heavylift.config.deepspeed.convert import _MONITOR_OPTIONS
+from heavylift.config.deepspeed.convert import _MONITOR_OPTIONS, convert
+from heavylift.config.deepspeed.parse import interpret
 from heavylift.config.deepspeed.schema import DeepSpeedConfig
 from heavylift.config.recipe import load_recipe
 
@@ -190,6 +191,30 @@ def test_every_option_of_a_monitor_has_a_place_in_a_recipe_or_a_remark() -> None
     }
     taken = {f"{name}.enabled" for name in ("tensorboard", "csv_monitor", "wandb", "comet")}
     assert options == set(_MONITOR_OPTIONS) | taken | {"comet.experiment_name"}
+
+
+def test_convert_tells_of_no_key_that_the_file_does_not_have(tmp_path: Path) -> None:
+    small: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "flops_profiler": {"enabled": True}}
+    small["zero_optimization"] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    paths = [write_config(tmp_path, small), *all_config_files()]
+    for path in paths:
+        found = interpret(path, own_world_size(path), leave_open=True)
+        assert found.settings is not None, found.problems
+        text = convert(found.settings, found.reading, model="m", dataset="d", output_dir="o", world_size=None)
+        written = set(found.reading.written.values())
+        for line in text.splitlines():
+            if line.startswith("# - "):
+                key = line.removeprefix("# - ").split(": ")[0].split(" on ")[0].split(",")[0]
+                assert any(one == key or one.startswith(f"{key}.") for one in written), (path.name, line)
+
+
+def test_convert_tells_of_keys_that_have_no_effect_beside_others(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"train_batch_size": 1, "bf16": {"enabled": True}}
+    config["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    config["optimizer"] = {"type": "AdamW", "params": {"adam_w_mode": False, "weight_decay": 0.1}}
+    said = run("convert", write_config(tmp_path, config), "--model", "m", "--dataset", "d").stdout
+    assert "# - zero_optimization.offload_optimizer.pin_memory: staging buffers are page-locked" in said
+    assert "# - optimizer.params.adam_w_mode: AdamW's decay is decoupled" in said and "cpuadam" not in said
 
 
 def test_convert_of_a_bad_file_writes_nothing(tmp_path: Path) -> None:

@@ -189,6 +189,38 @@ def test_who_asks_for_the_device_is_told_once() -> None:
     assert got.offload == OffloadSettings()
 
 
+SGD = {"optimizer": {"type": "sgd", "params": {"lr": 0.1}}}
+L2 = {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}}
+
+
+@pytest.mark.parametrize(("optimizer", "why"), [(SGD, "type is SGD"), (L2, "params.adam_w_mode is false")])
+def test_a_format_of_an_optimizer_without_formats_is_told_once(optimizer: dict[str, Any], why: str) -> None:
+    text = f"no effect: only AdamW's states have a format, and optimizer.{why}"
+    for block, key in ((BF16 | own(state_format="split"), "heavylift.state_format"), (BF16_STATES, "bf16.bf16_opti")):
+        got = load_settings(BASE | block | optimizer, 1)
+        assert got.state_format is StateFormat.FP32
+        assert len(got.notes) == 1 and got.notes[0].startswith(key) and got.notes[0].endswith(text)
+        for other in ({"type": "AdamW"}, {"type": "Adam", "params": {"adam_w_mode": False}}, {}):
+            kept = load_settings(BASE | block | {"optimizer": other}, 1)
+            assert kept.state_format is not StateFormat.FP32 and kept.notes == ()
+    # what has no effect is in nobody's way
+    assert interpret(BASE | own(state_format="split") | optimizer, 1).problems == ()
+    assert load_settings(BASE | own(state_format="fp32") | optimizer, 1).notes == ()
+
+
+def test_explain_shows_what_has_no_effect_beside_other_keys(tmp_path: Path) -> None:
+    config = BASE | offload("none") | SGD | {"fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 3}}
+    config |= own(state_format="int8", streamed_share=0.5)
+    done = CliRunner().invoke(app, ["config", "explain", str(write_config(tmp_path, config))])
+    rows = {line.split()[0]: " ".join(line.split()) for line in done.stdout.splitlines() if line.strip()}
+    assert rows["heavylift.state_format"].startswith('heavylift.state_format "int8" no effect only AdamW')
+    assert rows["heavylift.streamed_share"].startswith("heavylift.streamed_share 0.5 no effect zero_optimization")
+    assert rows["fp16.hysteresis"] == "fp16.hysteresis 3 no effect fp16.loss_scale 8 is a fixed factor"
+    assert rows["fp16.loss_scale"].startswith("fp16.loss_scale 8 done ")
+    assert rows["state_format"] == "state_format fp32" and "optimizer.betas" not in rows
+    assert rows["optimizer.more"] == "optimizer.more lr 0.1"
+
+
 def test_open_autos_are_no_problem_where_a_trainer_fills_them_in() -> None:
     config = BASE | {"bf16": {"enabled": "auto"}} | offload("auto") | own(state_format="split", streamed_share=0.5)
     assert interpret(config, 1, leave_open=True).problems == ()
@@ -228,7 +260,7 @@ def test_convert_says_what_has_no_effect(tmp_path: Path) -> None:
     path = write_config(tmp_path, BASE | BF16 | offload("none") | own(streamed_share=0.25))
     done = CliRunner().invoke(app, ["config", "convert", str(path), "--model", "m", "--dataset", "d"])
     assert done.exit_code == 0
-    assert "# - heavylift.streamed_share: has no effect with states on the device" in done.stdout.splitlines()
+    assert f"# - heavylift.streamed_share: {DEVICE} is none" in done.stdout.splitlines()
     assert "streamed_share: 0" not in done.stdout
 
 

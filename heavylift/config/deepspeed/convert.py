@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from heavylift.config.deepspeed.own_checks import keys_without_effect
+from heavylift.config.deepspeed.notes import without_effect
+from heavylift.config.deepspeed.own_checks import asked_format, formats_without_effect
 from heavylift.config.deepspeed.reading import Reading
 from heavylift.config.deepspeed.settings import Precision, Settings
 from heavylift.config.deepspeed.training import DECAY_MAX_LR
@@ -46,7 +47,7 @@ def convert(
     _checkpointing(settings, draft)
     _engine(settings, reading, draft)
     _monitors(settings, reading, draft)
-    _rest(settings, draft)
+    _rest(settings, reading, draft)
     if world_size is not None:
         draft.put("launch", nproc=world_size)
     body = dump_yaml(draft.sections)
@@ -63,7 +64,11 @@ def _header(reading: Reading, draft: _Draft) -> str:
 
 def _without_place(reading: Reading) -> list[str]:
     """Keys without effect, each with why."""
-    return [f"{one.path}: {one.text}" for one in reading.reports if one.status == "no effect"]
+    alone = [f"{one.path}: {one.text}" for one in reading.reports if one.status == "no effect"]
+    # whatever the optimizer, a recipe's is AdamW
+    taken = formats_without_effect(reading)
+    found = {path: why for path, why in without_effect(reading).items() if path not in taken}
+    return alone + [f"{reading.written[path]}: {why}" for path, why in found.items()]
 
 
 def _precision(settings: Settings, draft: _Draft) -> None:
@@ -161,10 +166,10 @@ def _checkpointing(settings: Settings, draft: _Draft) -> None:
 
 def _engine(settings: Settings, reading: Reading, draft: _Draft) -> None:
     draft.put("engine", zero_stage=settings.stage)
-    draft.remarks += [f"{key}: has no effect with states on the device" for key in keys_without_effect(reading)]
-    if settings.state_format is not StateFormat.FP32:
-        draft.put("engine", state_format=settings.state_format.value)
-    if settings.state_format is StateFormat.SPLIT:
+    state_format = asked_format(reading)
+    if state_format is not StateFormat.FP32:
+        draft.put("engine", state_format=state_format.value)
+    if state_format is StateFormat.SPLIT:
         draft.put("model", dtype="bfloat16")  # where bf16.enabled is "auto", this is what it must become
     if settings.offload.tier is Tier.HOST:
         draft.put("engine", offload_optimizer="host", ratio=settings.offload.ratio)
@@ -175,10 +180,10 @@ def _engine(settings: Settings, reading: Reading, draft: _Draft) -> None:
         schedule = reading.config.heavylift.schedule
         if schedule != "auto":
             draft.put("engine", schedule=schedule)
-        if settings.offload.cores_perc != 1:
+        cores = "zero_optimization.offload_optimizer.cpuadam_cores_perc"
+        if cores in reading.given and settings.offload.cores_perc != 1:
             draft.remarks.append(
-                f"zero_optimization.offload_optimizer.cpuadam_cores_perc: {settings.offload.cores_perc:g}; see "
-                "engine.cpu_threads, which counts threads"
+                f"{cores}: {settings.offload.cores_perc:g}; see engine.cpu_threads, which counts threads"
             )
 
 
@@ -216,11 +221,11 @@ def _monitors(settings: Settings, reading: Reading, draft: _Draft) -> None:
         ]
 
 
-def _rest(settings: Settings, draft: _Draft) -> None:
+def _rest(settings: Settings, reading: Reading, draft: _Draft) -> None:
     if settings.steps_per_print is not None:
         draft.put("train", logging_steps=settings.steps_per_print)
     for is_given, key, instead in (
-        (settings.wall_clock_breakdown, "wall_clock_breakdown", "metrics.jsonl says where each step's time went"),
+        (reading.config.wall_clock_breakdown, "wall_clock_breakdown", "metrics.jsonl says where each step's time went"),
         (settings.memory_breakdown, "memory_breakdown", "the start and metrics.jsonl say what memory was used"),
         (settings.flops_profiler.enabled, "flops_profiler", "use train.profile"),
         (settings.dump_state, "dump_state", "the resolved recipe is in the run folder"),

@@ -15,8 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from heavylift.config.deepspeed.batch import ACCUMULATION, MICRO, TRAIN
+from heavylift.config.deepspeed.notes import without_effect
 from heavylift.config.deepspeed.reading import KeyReport, Reading
-from heavylift.config.deepspeed.settings import Settings
+from heavylift.config.deepspeed.settings import OptimizerSettings, Settings
+from heavylift.config.deepspeed.training import OURS
 
 _STYLES = {
     "done": "green",
@@ -35,10 +37,13 @@ def key_table(reading: Reading) -> Table:
     table = Table(title=f"{reading.source}, key by key", title_justify="left")
     for column in ("key", "value", "status", "here"):
         table.add_column(column, overflow="fold")
+    no_effect = {reading.written[path]: why for path, why in without_effect(reading).items()}
     for report in sorted(reading.reports, key=_place):
-        style = _STYLES[report.status]
+        status, text = report.status, report.text
+        if status == "done" and report.path in no_effect:
+            status, text = "no effect", no_effect[report.path]
         table.add_row(
-            Text(report.path), Text(shown_json(report.value)), Text(report.status, style=style), Text(report.text)
+            Text(report.path), Text(shown_json(report.value)), Text(status, style=_STYLES[status]), Text(text)
         )
     return table
 
@@ -63,6 +68,11 @@ def flattened(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Dotted name and text of every field of a (nested) dataclass."""
     for field in fields(settings):
         value = getattr(settings, field.name)
+        if isinstance(value, OptimizerSettings) and value.name not in OURS.values():
+            # the other fields are AdamW's
+            yield f"{prefix}{field.name}.name", value.name
+            yield f"{prefix}{field.name}.more", _text(value.more)
+            continue
         if is_dataclass(value) and not isinstance(value, type):
             yield from flattened(value, f"{prefix}{field.name}.")
         elif field.name == "monitors":

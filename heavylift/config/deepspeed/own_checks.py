@@ -9,6 +9,7 @@ from heavylift.config.deepspeed.checks import (
     OPTIMIZER_DEVICE,
     Found,
     optimizer_device,
+    optimizer_name,
     precision_of,
     scales_loss,
     usable,
@@ -16,6 +17,7 @@ from heavylift.config.deepspeed.checks import (
 from heavylift.config.deepspeed.own import Heavylift
 from heavylift.config.deepspeed.reading import Reading
 from heavylift.config.deepspeed.settings import Precision
+from heavylift.config.deepspeed.training import OURS, AdamParams
 from heavylift.config.schema import Schedule, StateFormat
 
 STATE_FORMAT = "heavylift.state_format"
@@ -27,7 +29,14 @@ _TOO_EARLY = (Schedule.SPECULATIVE, Schedule.IMMEDIATE)
 
 
 def state_format_of(reading: Reading) -> StateFormat:
-    """How the states are stored, `bf16.bf16_optimizer_states` included."""
+    """How the states are stored, `bf16.bf16_optimizer_states` included; float32 where that has no effect."""
+    if _without_formats(reading) is not None:
+        return StateFormat.FP32
+    return asked_format(reading)
+
+
+def asked_format(reading: Reading) -> StateFormat:
+    """What the file says of it, whatever the optimizer."""
     if STATE_FORMAT in reading.given:
         return StateFormat(reading.config.heavylift.state_format)
     return StateFormat.BF16 if _asks_for_bf16(reading) else StateFormat.FP32
@@ -50,6 +59,17 @@ def keys_without_effect(reading: Reading) -> list[str]:
     return [f"heavylift.{name}" for name in names if getattr(block, name) != fields[name].default]
 
 
+def formats_without_effect(reading: Reading) -> dict[str, str]:
+    """Keys given that say how AdamW's states are stored, where the file's optimizer has none, each with why."""
+    optimizer = _without_formats(reading)
+    if optimizer is None:
+        return {}
+    block = reading.config.heavylift
+    keys = [STATE_FORMAT] if block.state_format != Heavylift.model_fields["state_format"].default else []
+    keys += [BF16_STATES] if _asks_for_bf16(reading) else []
+    return dict.fromkeys(keys, f"only AdamW's states have a format, and {optimizer}")
+
+
 def find_own_conflicts(reading: Reading, leave_open: bool) -> list[tuple[str, str]]:
     """(a key of it as the file has it, message) of every impossible combination.
 
@@ -59,18 +79,34 @@ def find_own_conflicts(reading: Reading, leave_open: bool) -> list[tuple[str, st
     return usable(found, reading)
 
 
+def _without_formats(reading: Reading) -> str | None:
+    """What the file says of an optimizer that is one of torch.optim and keeps its states as it likes; else None."""
+    type_name = reading.config.optimizer.type
+    name = optimizer_name(type_name) if type_name is not None else None
+    if name is None:
+        return None  # the script's own, or not known
+    if name not in OURS.values():
+        return f"optimizer.type is {name}"
+    params = reading.params.get("optimizer")
+    if name == OURS["adamw"] or not isinstance(params, AdamParams) or params.adam_w_mode or params.weight_decay == 0:
+        return None
+    return "optimizer.params.adam_w_mode is false"
+
+
 def _asks_for_bf16(reading: Reading) -> bool:
     bf16 = reading.config.bf16
     return bf16.enabled and bf16.bf16_optimizer_states
 
 
 def _formats(reading: Reading, leave_open: bool) -> Found:
-    state_format = state_format_of(reading)
+    state_format = asked_format(reading)
     if _asks_for_bf16(reading) and state_format is not StateFormat.BF16:
         yield (
             (STATE_FORMAT, BF16_STATES),
             f"{STATE_FORMAT}: expected bf16, which {BF16_STATES} asks for, got {state_format}; remove one of them",
         )
+    if _without_formats(reading) is not None:
+        return
     precision = precision_of(reading)
     is_open = leave_open and "bf16.enabled" in reading.open_autos
     if state_format is StateFormat.SPLIT and precision is not Precision.BF16 and not is_open:
