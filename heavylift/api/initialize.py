@@ -178,7 +178,9 @@ def build_optimizer(
         return step
     groups = [make_group(g.name, g.params, g.module) for g in prepared.sharded.groups]
     options = tiered_options(settings, ranks)
-    check_memory(prepared.sharded, TORCH_DTYPES[settings.precision], options, ranks)
+    plan = check_memory(prepared.sharded, TORCH_DTYPES[settings.precision], options, ranks)
+    for line in (*options.without_effect, *plan.without_effect) if ranks.rank == 0 else ():
+        logger.warning("heavylift.%s", line)
     try:
         tiered = TieredAdamW(
             choice.param_groups,

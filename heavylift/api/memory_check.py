@@ -38,11 +38,14 @@ class _Change:
     options: TieredOptions
 
 
-def check_memory(sharded: ShardedModel, dtype: torch.dtype, options: TieredOptions, ranks: Ranks) -> None:
-    """A collective. Raises UserError on every rank, with the keys that would help, where states do not fit."""
+def check_memory(sharded: ShardedModel, dtype: torch.dtype, options: TieredOptions, ranks: Ranks) -> MemoryPlan:
+    """The plan of the states. A collective. Raises UserError on every rank, with the keys that would help, where they
+    do not fit."""
     planner = _StatesPlanner(sharded, None, dtype)
     machine, local = agree(measure(ranks.device), ranks.device), ranks.local_world_size
-    check_plan(planner.plan(options), machine, local, options, lambda: _remedies(planner, options, machine, local))
+    plan = planner.plan(options)
+    check_plan(plan, machine, local, options, lambda: _remedies(planner, options, machine, local))
+    return plan
 
 
 def _remedies(planner: _StatesPlanner, options: TieredOptions, machine: MachineMemory, local: int) -> list[str]:

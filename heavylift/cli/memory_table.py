@@ -53,7 +53,7 @@ def memory_table(settings: Settings, model: str, world_size: int, seq: int | Non
     if seq is not None:
         done = "every layer recomputed" if settings.checkpointing.enabled else "nothing recomputed"
         lines.append(f"activations: {settings.batch.micro_batch} rows of {seq} tokens, whole logits, {done}")
-    table.caption = "\n".join(lines)
+    table.caption = "\n".join([*lines, *(f"heavylift.{line}" for line in plan.without_effect)])
     table.caption_justify = "left"
     return table
 

@@ -8,7 +8,8 @@ without activations. Choosing the ratio, and what else would fit: `heavylift.mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from heavylift.offload.overlap import MAX_COPYING, kept_gradient_bytes
 from heavylift.offload.staging import StagingRing
 from heavylift.offload.states import kept_dtypes, part_layout
 from heavylift.offload.streamed import slot_bytes
-from heavylift.offload.tiers import choose_streamed, place, whole_pages
+from heavylift.offload.tiers import choose_streamed, least_streamed_share, place, whole_pages
 
 GIB = 2**30
 
@@ -49,6 +50,8 @@ class MemoryPlan:
     """Room for states that pass through the device on their way, see `heavylift.offload.streamed`."""
     moment: str = ""
     """The worst moment of a step on the device."""
+    without_effect: tuple[str, ...] = ()
+    """Options that come to nothing with these sizes, each with why."""
 
     @property
     def step_bytes(self) -> int:
@@ -143,7 +146,18 @@ def make_plan(
         pinned_bytes=pinned_bytes,
         activation_bytes=peak.activation_bytes,
         moment=peak.moment,
+        without_effect=tuple(_without_effect(host_numels, chosen, options)),
     )
+
+
+def _without_effect(host_numels: Sequence[int], streamed: Sequence[bool], options: TieredOptions) -> Iterator[str]:
+    if options.streamed_share > 0 and any(host_numels) and not any(streamed):
+        # rounded up, so that who types it gets what it says
+        least = math.ceil(1e4 * least_streamed_share(host_numels)) / 1e4
+        yield (
+            f"streamed_share: without effect, as {options.streamed_share:g} of the host's states is less than any "
+            f"group of them; from {least:g} on something is streamed"
+        )
 
 
 def _state_bytes(

@@ -133,3 +133,13 @@ def choose_streamed(host_numels: Sequence[int], share: float) -> list[bool]:
         chosen.append(numel > 0 and streamed + numel / 2 <= share * seen)
         streamed += numel * chosen[-1]
     return chosen
+
+
+def least_streamed_share(host_numels: Sequence[int]) -> float:
+    """The share from which on `choose_streamed` chooses anything of these; 0 where there is nothing to choose from."""
+    least, seen = 1.0, 0
+    for numel in host_numels:
+        seen += numel
+        if numel > 0:
+            least = min(least, numel / 2 / seen)
+    return least if seen else 0.0

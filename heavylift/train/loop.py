@@ -16,6 +16,7 @@ from heavylift.checkpoint.huggingface import save_model
 from heavylift.config.recipe import dump_recipe
 from heavylift.config.schema import StateFormat, Tier
 from heavylift.data.report import report_lines
+from heavylift.memory.plan import MemoryPlan
 from heavylift.monitor.master import MonitorMaster
 from heavylift.offload.optimizer import TieredOptions
 from heavylift.train.flops import ModelShape
@@ -168,7 +169,7 @@ def _evaluate(run: Run, step: int, reporter: Reporter | None) -> None:
         reporter.evaluation(EvalMetrics(step, loss))
 
 
-def _states(options: TieredOptions) -> str:
+def _states(options: TieredOptions, plan: MemoryPlan) -> str:
     """How the optimizer's states are stored and, on the host, who steps them."""
     said = {
         StateFormat.FP32: "masters and moments float32",
@@ -176,7 +177,7 @@ def _states(options: TieredOptions) -> str:
         StateFormat.BF16: "masters float32, moments bfloat16",
         StateFormat.INT8: "masters float32, moments int8",
     }[options.state_format]
-    if options.tier is Tier.HOST and options.streamed_share > 0:
+    if plan.slot_bytes > 0:
         said += f", {options.streamed_share:g} of the host's streamed"
     return said
 
@@ -188,7 +189,7 @@ def _summary(run: Run) -> RunSummary:
         num_params=run.num_params,
         num_trainable_params=run.num_trainable_params,
         param_dtype=str(run.dtype).removeprefix("torch."),
-        states=_states(run.engine.optimizer.options),
+        states=_states(run.engine.optimizer.options, run.plan),
         micro_batch=recipe.train.per_device_train_batch_size,
         accumulation_steps=recipe.train.gradient_accumulation_steps,
         num_ranks=run.ranks.world_size,

@@ -286,10 +286,10 @@ def place_states(
     unused = [f"engine.{name}" for name in recipe.engine.keys_without_effect]
     if unused:
         said.append(f"{', '.join(unused)}: without effect, as engine.offload_optimizer is device")
-    said += [f"engine.{line}" for line in options.without_effect]
+    plan = planner.plan(options, work)
+    said += [f"engine.{line}" for line in (*options.without_effect, *plan.without_effect)]
     for line in said if ranks.rank == 0 else ():
         logger.warning("%s", line)
-    plan = planner.plan(options, work)
     check_plan(plan, machine, local, options, lambda: remedies(planner, setting, machine, local))
     return options, plan
 
