@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import struct
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from heavylift.config.schema import Schedule, Tier
 from heavylift.errors import UserError
+from heavylift.memory.plan import MemoryPlan
 from heavylift.train.metrics import (
     EvalMetrics,
     MetricsWriter,
@@ -305,15 +307,27 @@ class TestSummaries:
         parts = [("parameters", Tier.DEVICE, 2**30), ("optimizer states", Tier.HOST, 24 * 2**30)]
         assert banner(replace(SUMMARY, planned_parts=parts)).splitlines()[-3:] == [
             "plan         device 2.50GiB, host 24.00GiB per process",
-            "               parameters        device          1.00GiB",
-            "               optimizer states  host           24.00GiB",
+            "               parameters        device   1.00GiB",
+            "               optimizer states  host    24.00GiB",
         ]
+
+    def test_columns_of_the_plan_are_as_wide_as_what_stands_in_them(self) -> None:
+        sizes = {field.name: 10**12 for field in fields(MemoryPlan) if field.name.endswith("_bytes")}
+        parts = MemoryPlan(**sizes).rows()
+        assert len(parts) == 8
+        for is_host in (False, True):
+            summary = replace(SUMMARY, planned_parts=parts, device_is_host=is_host)
+            lines = banner(summary).splitlines()[-len(parts) :]
+            for line, (name, tier, _) in zip(lines, parts, strict=True):
+                columns = re.split(r" {2,}", line.strip())
+                assert columns == [name, tier.value + (" tier" if is_host else ""), "931.32GiB"]
+            assert len({line.index("GiB") for line in lines}) == 1 and len({len(line) for line in lines}) == 1
 
     def test_banner_without_an_accelerator_does_not_speak_of_device_memory(self) -> None:
         text = banner(replace(SUMMARY, device_is_host=True, planned_parts=[("parameters", Tier.DEVICE, 2**30)]))
         assert text.splitlines()[-2:] == [
             "plan         all in host memory: device tier 2.50GiB, host tier 24.00GiB per process",
-            "               parameters        device tier     1.00GiB",
+            "               parameters  device tier  1.00GiB",
         ]
         text = banner(replace(SUMMARY, device_is_host=True, optimizer_tier=Tier.DEVICE))
         assert "states on the device tier, which is host memory here" in text

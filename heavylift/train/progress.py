@@ -166,8 +166,12 @@ def _plan(summary: RunSummary) -> str:
     planned = ", ".join(f"{tier.value}{word} {size / GIB:.2f}GiB" for tier, size in summary.planned_bytes.items())
     where = "all in host memory: " if summary.device_is_host else ""
     lines = [f"{where}{planned} per process"]
-    for name, tier, size in summary.planned_parts:
-        lines.append(f"{'':12}   {name:<17} {tier.value + word:<11} {size / GIB:8.2f}GiB")
+    parts = [(name, tier.value + word, f"{size / GIB:.2f}GiB") for name, tier, size in summary.planned_parts]
+    widths = [max(map(len, column)) for column in zip(*parts, strict=True)]
+    for name, tier_name, size_text in parts:
+        lines.append(
+            f"{'':12}   {name:<{widths[0]}}  {tier_name:<{widths[1]}}  {size_text:>{widths[2]}}",
+        )
     return "\n".join(lines)
 
 
