@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -84,6 +85,119 @@ def test_sum_of_squares(numel: int, dtype: torch.dtype) -> None:
             assert not torch.isfinite(FusedGpuKernel().sum_squares(x.cuda()))
 
 
+SIZES = (1, 5, 0, 4096, 4097, 100_003, 64, 12_288)
+
+
+def _rows(state_format: StateFormat, grad_dtype: torch.dtype, out_dtype: torch.dtype) -> list[StepTensors]:
+    """Tensors on the GPU of many sizes, at aligned addresses and at others."""
+    rows = []
+    for numel in SIZES:
+        for offset in (0, 1, 8, 16):
+            whole = _states(numel + offset, state_format, first_step=False)
+            grad, param = whole.grad.to(grad_dtype), whole.param_out
+            assert param is not None
+            whole = replace(whole, grad=grad, param_out=param.to(out_dtype))
+            rows.append(_on_gpu(whole).part(slice(offset, None)))
+    return rows
+
+
+def _copies(rows: Sequence[StepTensors]) -> list[StepTensors]:
+    """Elsewhere, and all aligned."""
+    return [replace(row, **{name: tensor.clone() for name, tensor in row.named().items()}) for row in rows]
+
+
+def _assert_all_same(rows: Sequence[StepTensors], others: Sequence[StepTensors]) -> None:
+    for index, (row, other) in enumerate(zip(rows, others, strict=True)):
+        _assert_same(row, other, f"row {index} of {row.master.numel()} elements")
+
+
+@pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS.keys())
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("state_format", [StateFormat.FP32, StateFormat.SPLIT])
+def test_steps_of_a_table_equal_single_steps(
+    state_format: StateFormat, grad_dtype: torch.dtype, hyper: AdamWHyper
+) -> None:
+    from heavylift.offload.fused_gpu import FusedGpuKernel
+
+    for out_dtype in [torch.bfloat16] if state_format is StateFormat.SPLIT else [torch.bfloat16, torch.float32]:
+        rows = _rows(state_format, grad_dtype, out_dtype)
+        one_by_one, plain = _copies(rows), _copies(rows)
+        for _ in range(2):
+            FusedGpuKernel().step_all(rows, hyper)
+            for single, specified in zip(one_by_one, plain, strict=True):
+                FusedGpuKernel().step(single, hyper)
+                adamw_step_(specified, hyper)
+        _assert_all_same(rows, one_by_one)
+        _assert_all_same(rows, plain)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 7, 8, 9, 1000])
+def test_tables_of_any_length(num_rows: int) -> None:
+    from heavylift.offload.fused_gpu import FusedGpuKernel
+
+    generator = torch.Generator().manual_seed(num_rows)
+    numels = torch.randint(0, 9000, (num_rows,), generator=generator).tolist()
+    states = {numel: _states(numel, StateFormat.SPLIT, first_step=False) for numel in set(numels)}
+    rows = [_on_gpu(states[numel]) for numel in numels]
+    before = _copies(rows)
+    one_by_one = _copies(rows)
+    hyper = HYPERS["decay and clip"]
+    FusedGpuKernel().step_all(rows, hyper)
+    for single in one_by_one:
+        FusedGpuKernel().step(single, hyper)
+    _assert_all_same(rows, one_by_one)
+    assert all(
+        not torch.equal(row.exp_avg, was.exp_avg) for row, was in zip(rows, before, strict=True) if len(was.grad)
+    )
+
+
+def test_a_table_of_different_formats_and_dtypes() -> None:
+    from heavylift.offload.fused_gpu import FusedGpuKernel
+    from heavylift.offload.noise import noise_of
+
+    rows = _rows(StateFormat.SPLIT, torch.bfloat16, torch.bfloat16) + _rows(
+        StateFormat.FP32, torch.float16, torch.float32
+    )
+    for index, row in enumerate(_rows(StateFormat.FP32, torch.float32, torch.bfloat16)):
+        moments = {"exp_avg": row.exp_avg.bfloat16(), "exp_avg_sq": row.exp_avg_sq.bfloat16()}
+        noise = noise_of(f"row {index}", 7, 0)
+        rows.append(replace(row, state_format=StateFormat.BF16, noise=noise, **moments))
+    one_by_one = _copies(rows)
+    hyper = HYPERS["decay and clip"]
+    FusedGpuKernel().step_all(rows, hyper)
+    for single in one_by_one:
+        FusedGpuKernel().step(single, hyper)
+    _assert_all_same(rows, one_by_one)
+
+
+@pytest.mark.parametrize("state_format", [StateFormat.FP32, StateFormat.SPLIT])
+def test_ten_steps_of_many_parameters_on_the_device(state_format: StateFormat) -> None:
+    """Two parameter groups, one of them with a parameter that has a gradient every other time: three sets of
+    hyperparameters; beside the step on the CPU."""
+    from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(100, 33), (7,), (64, 64), (1,), (4097,), (16, 1024)]
+    start = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    runs = []
+    for device in ("cpu", "cuda"):
+        params = [torch.nn.Parameter(t.to(device).clone()) for t in start]
+        options = TieredOptions(Tier.DEVICE, max_grad_norm=0.5, state_format=state_format)
+        groups = [{"params": params[:3], "lr": 1e-2}, {"params": params[3:], "weight_decay": 0.1}]
+        optimizer = TieredAdamW(groups, options=options)
+        grads = torch.Generator().manual_seed(2)
+        for step in range(10):
+            for param in params:
+                grad = torch.randn(param.shape, generator=grads).to(device, torch.bfloat16)
+                param.grad = None if param is params[-1] and step % 2 else grad
+            optimizer.step()
+        state = optimizer.state_dict()["state"]
+        runs.append([p.detach().cpu() for p in params] + [t.cpu() for e in state.values() for t in e.values()])
+        optimizer.close()
+    for on_cpu, on_gpu in zip(*runs, strict=True):
+        assert torch.equal(on_cpu, on_gpu)
+
+
 def _states(numel: int, state_format: StateFormat, first_step: bool) -> StepTensors:
     """Random states on the CPU; zero moments before a first step."""
     master, exp_avg, exp_avg_sq, grad, param = _tensors(numel, torch.bfloat16, torch.bfloat16)
@@ -102,9 +216,9 @@ def _on_gpu(tensors: StepTensors) -> StepTensors:
     return replace(tensors, **moved)
 
 
-def _assert_same(on_gpu: StepTensors, on_cpu: StepTensors, what: str) -> None:
-    for name, tensor in on_cpu.named().items():
-        assert torch.equal(_bits(tensor), _bits(on_gpu.named()[name].cpu())), f"{what}: {name} differs"
+def _assert_same(on_gpu: StepTensors, expected: StepTensors, what: str) -> None:
+    for name, tensor in expected.named().items():
+        assert torch.equal(_bits(tensor.cpu()), _bits(on_gpu.named()[name].cpu())), f"{what}: {name} differs"
 
 
 @pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS.keys())

@@ -9,7 +9,8 @@ are read and written where they lie; others are unpacked into temporaries.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -73,22 +74,33 @@ def _calls(tensors: Iterable[StepTensors]) -> dict[_Call, list[StepTensors]]:
     return calls
 
 
-def _table(rows: Sequence[StepTensors], block: int) -> tuple[torch.Tensor, int]:
-    """What `adamw_table_kernel` reads, and the number of its programs, each of which does `block` elements of one row.
+@dataclass(frozen=True)
+class _Table:
+    """What `adamw_table_kernel` reads."""
 
-    int64 [7 * rows] on the CPU: the first program of each row, then its numbers of elements, and the addresses of
-    master, exp_avg, exp_avg_sq, grad and param_out. Column by column: the search reads neighbouring addresses.
-    """
-    numels = [row.master.numel() for row in rows]
-    programs = list(accumulate((triton.cdiv(numel, block) for numel in numels), initial=0))
-    columns = array("q", programs[:-1])
-    columns.extend(numels)
-    columns.extend(row.master.data_ptr() for row in rows)
-    columns.extend(row.exp_avg.data_ptr() for row in rows)
-    columns.extend(row.exp_avg_sq.data_ptr() for row in rows)
-    columns.extend(row.grad.data_ptr() for row in rows)
-    columns.extend(row.param_out.data_ptr() for row in rows if row.param_out is not None)
-    return torch.frombuffer(columns, dtype=torch.int64), programs[-1]
+    call: _Call
+    rows: Sequence[StepTensors]
+    """Kept until the launch: the table has but their addresses."""
+    columns: torch.Tensor
+    """int64 [7 * rows] on the device: the first program of each row, then its numbers of elements, and the addresses of
+    master, exp_avg, exp_avg_sq, grad and param_out. Column by column: the search reads neighbouring addresses."""
+    num_programs: int
+    """Each does a block of one row."""
+
+    @classmethod
+    def of(cls, rows: Sequence[StepTensors], call: _Call) -> _Table:
+        """Goes up on the current stream; nobody waits for it."""
+        numels = [row.master.numel() for row in rows]
+        programs = list(accumulate((-(-numel // call.block) for numel in numels), initial=0))
+        columns = array("q", programs[:-1])
+        columns.extend(numels)
+        columns.extend(row.master.data_ptr() for row in rows)
+        columns.extend(row.exp_avg.data_ptr() for row in rows)
+        columns.extend(row.exp_avg_sq.data_ptr() for row in rows)
+        columns.extend(row.grad.data_ptr() for row in rows)
+        columns.extend(row.param_out.data_ptr() for row in rows if row.param_out is not None)
+        on_device = to_device(torch.frombuffer(columns, dtype=torch.int64), rows[0].master.device)
+        return cls(call, rows, on_device, programs[-1])
 
 
 class FusedGpuKernel(PlainKernel):
@@ -121,13 +133,22 @@ class FusedGpuKernel(PlainKernel):
 
         Several launches where dtypes, formats or alignment differ; one by one in formats that must be unpacked.
         """
-        scalars = hyper.scalars()
-        for one in tensors:
-            if one.state_format not in _READ_IN_PLACE:
+        self.prepare_all(tensors)(hyper)
+
+    def prepare_all(self, tensors: Sequence[StepTensors]) -> Callable[[AdamWHyper], None]:
+        """The tables, on their way to the device: what is left is a launch."""
+        unpacked = [one for one in tensors if one.state_format not in _READ_IN_PLACE]
+        calls = _calls(one for one in tensors if one.state_format in _READ_IN_PLACE)
+        tables = [_Table.of(rows, call) for call, rows in calls.items()]
+
+        def step(hyper: AdamWHyper) -> None:
+            scalars = hyper.scalars()
+            for table in tables:
+                self._launch_table(table, scalars)
+            for one in unpacked:
                 self.step(one, hyper)
-        in_place = (one for one in tensors if one.state_format in _READ_IN_PLACE)
-        for call, rows in _calls(in_place).items():
-            self._launch_table(rows, call, scalars)
+
+        return step
 
     def correct(self, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """See `adamw_correct_`; runs on the current stream."""
@@ -169,11 +190,11 @@ class FusedGpuKernel(PlainKernel):
             enable_fp_fusion=False,
         )
 
-    def _launch_table(self, rows: Sequence[StepTensors], call: _Call, s: AdamWScalars) -> None:
-        table, num_programs = _table(rows, call.block)
-        adamw_table_kernel[(num_programs,)](
-            to_device(table, rows[0].master.device),
-            len(rows),
+    def _launch_table(self, table: _Table, s: AdamWScalars) -> None:
+        call = table.call
+        adamw_table_kernel[(table.num_programs,)](
+            table.columns,
+            len(table.rows),
             s.grad_scale,
             s.decay,
             s.one_minus_beta1,
@@ -184,7 +205,7 @@ class FusedGpuKernel(PlainKernel):
             s.neg_step_size,
             GRAD=_TRITON_DTYPES[call.grad],
             PARAM=_TRITON_DTYPES[call.param],
-            SEARCH_STEPS=(len(rows) - 1).bit_length(),
+            SEARCH_STEPS=(len(table.rows) - 1).bit_length(),
             ALIGNED=call.aligned,
             UPDATE=s.update,
             SPLIT=call.state_format is StateFormat.SPLIT,

@@ -150,7 +150,8 @@ def adamw_table_kernel(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # the columns of `_table`, one after the other. The row of this program: the last one that begins at or before it
+    # `heavylift.offload.fused_gpu._Table` says what the columns are, one after the other
+    # the row of this program: the last one that begins at or before it
     program = tl.program_id(0).to(tl.int64)
     row = tl.program_id(0) * 0
     for step in tl.static_range(SEARCH_STEPS):

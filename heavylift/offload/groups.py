@@ -53,10 +53,8 @@ class Segment:
     def _fingerprint(self) -> tuple[int, int, int]:
         # two counters: `param.copy_(...)` moves that of the DTensor, a write into `param.to_local()` that of the shard,
         # and a detached DTensor (`local_tensor`) hides the latter. Writes through `.data` move neither, as in autograd
-        param = self.param
-        with torch.no_grad():  # with gradients `to_local` returns a view
-            shard = param.to_local() if isinstance(param, DTensor) else param
-        return shard.data_ptr(), param._version, shard._version
+        shard = local_view(self.param)
+        return shard.data_ptr(), self.param._version, shard._version
 
     def shard(self) -> torch.Tensor:
         """The shard's values, flat [numel], a view. Looked up each time: FSDP2 may re-allocate it until first use."""
@@ -65,7 +63,7 @@ class Segment:
     def grad(self) -> torch.Tensor | None:
         """The shard's gradient, flat [numel], or None."""
         grad = self.param.grad
-        return None if grad is None else local_tensor(grad).reshape(-1)
+        return None if grad is None else local_view(grad).reshape(-1)
 
 
 @dataclass(eq=False)
@@ -109,7 +107,7 @@ class Group:
 
     def flat_grad(self) -> torch.Tensor | None:
         """All gradients of the group as one tensor [numel] without a copy, or None when they do not lie so."""
-        grads = [local_tensor(s.param.grad) if s.param.grad is not None else None for s in self.segments]
+        grads = [local_view(s.param.grad) if s.param.grad is not None else None for s in self.segments]
         first = grads[0]
         if first is None or first.dtype != self.dtype:
             return None
@@ -129,6 +127,16 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, detached: the local shard of a DTensor, else the tensor itself."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as `local_tensor`, not detached: a tenth of the time, and writes count as the shard's."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not torch.is_grad_enabled():
+        return tensor.to_local()
+    with torch.no_grad():  # with gradients `to_local` returns a node of autograd's graph
+        return tensor.to_local()
 
 
 def padded_numel(param: torch.Tensor) -> int:

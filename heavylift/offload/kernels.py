@@ -5,7 +5,8 @@ All of them compute the same bits (`heavylift.offload.adamw` is the specificatio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,6 +25,10 @@ class Kernel(Protocol):
 
     def step_all(self, tensors: Sequence[StepTensors], hyper: AdamWHyper) -> None:
         """`step` of each, with the same bits: one call where calls are dear. None of them overlap."""
+
+    def prepare_all(self, tensors: Sequence[StepTensors]) -> Callable[[AdamWHyper], None]:
+        """`step_all` for who knows the tensors before the hyperparameters: does what can be done by now and returns the
+        rest, to be called once, while the current stream is the same."""
 
     def correct(self, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """Makes of the step just done the one with `coefficient` (0 to 1) times the gradient. See `adamw_correct_`."""
@@ -52,6 +57,10 @@ class PlainKernel:
         """One after the other."""
         for one in tensors:
             self.step(one, hyper)
+
+    def prepare_all(self, tensors: Sequence[StepTensors]) -> Callable[[AdamWHyper], None]:
+        """Nothing can."""
+        return partial(self.step_all, tensors)
 
     def correct(self, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """See `adamw_correct_`."""
@@ -88,6 +97,10 @@ class NativeKernel:
         """One after the other."""
         for one in tensors:
             self.step(one, hyper)
+
+    def prepare_all(self, tensors: Sequence[StepTensors]) -> Callable[[AdamWHyper], None]:
+        """Nothing can."""
+        return partial(self.step_all, tensors)
 
     def correct(self, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """See `adamw_correct_`."""

@@ -268,28 +268,32 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         else:
             active = {s for group in self.groups for s in group.segments if s.param.grad is not None}
             sums = self._gradient_sums()
+        # before the norm is waited for: the device is still busy with backward, and would later wait for Python
+        steps_of = {group: [self._begin_segment(s) for s in group.segments if s in active] for group in self.groups}
+        on_device = DeviceSteps(self._stepper.device)
+        for part in (p for parts in self.parts for p in parts if p.tier is Tier.DEVICE):
+            on_device.add(part, steps_of[part.group])
+        on_device.prepare()
         coefficient = self._take_norm(sums)
-        if not self.skipped:
+        if self.skipped:
+            for step in (step for steps in steps_of.values() for step in steps):
+                step.segment.num_steps -= 1
+        else:
             self._stepper.streams.h2d_after_current()
             if self._streamed is not None:
                 self._streamed.after_current()
-            on_device = DeviceSteps(self._stepper.device)
             for group, parts in zip(self.groups, self.parts, strict=True):
-                steps = [self._begin_segment(s) for s in group.segments if s in active]
-                self._step_group_now(group, parts, scaled(steps, coefficient), on_device)
-            on_device.run()
+                self._step_host_parts_now(group, parts, scaled(steps_of[group], coefficient))
+            on_device.run(coefficient)
             self.synchronize()
         if self._accumulation is not None:
             self._accumulation.reset()
 
-    def _step_group_now(
-        self, group: Group, parts: Sequence[Part], steps: list[SegmentStep], on_device: DeviceSteps
-    ) -> None:
+    def _step_host_parts_now(self, group: Group, parts: Sequence[Part], steps: list[SegmentStep]) -> None:
         if not steps:
             return
         for part in parts:
             if part.tier is Tier.DEVICE:
-                on_device.add(part, steps)
                 continue
             if part.streamed:
                 assert self._streamed is not None

@@ -56,11 +56,18 @@ class SegmentStep:
     hyper: AdamWHyper
 
 
+def clipped(hyper: AdamWHyper, coefficient: float) -> AdamWHyper:
+    """With the clipping coefficient in the gradient scale."""
+    return hyper if coefficient == 1.0 else replace(hyper, grad_scale=hyper.grad_scale * coefficient)
+
+
 def scaled(steps: Sequence[SegmentStep], coefficient: float) -> list[SegmentStep]:
     """The same steps with the clipping coefficient in their gradient scale."""
     if coefficient == 1.0:
         return list(steps)
-    return [replace(s, hyper=replace(s.hyper, grad_scale=s.hyper.grad_scale * coefficient)) for s in steps]
+    # most of hundreds of segments have the same ones
+    of = {hyper: clipped(hyper, coefficient) for hyper in {s.hyper for s in steps}}
+    return [SegmentStep(s.segment, of[s.hyper]) for s in steps]
 
 
 class Streams:

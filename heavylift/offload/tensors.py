@@ -14,6 +14,7 @@ from heavylift.offload.quantised import BLOCK, num_blocks
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes of gradients and parameters beside float32."""
+_FLOATS = (torch.float32, *LOW_PRECISION)
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,26 @@ class StepTensors:
 
     def check(self) -> None:
         """Assert shapes, dtypes and the common device."""
+        if self.state_format is StateFormat.FP32 or self.state_format is StateFormat.SPLIT:
+            if self._fits_exactly():
+                return
+        self._check_each()
+
+    def _fits_exactly(self) -> bool:
+        """What `_check_each` asserts of the formats without rounding, in a fifth of its time: a step has hundreds of
+        segments, which a GPU is through with in less time than Python."""
+        master, exp_avg, exp_avg_sq, grad, out = self.master, self.exp_avg, self.exp_avg_sq, self.grad, self.param_out
+        if self.state_format is StateFormat.SPLIT:
+            dtypes = master.dtype is torch.int16 and out is not None and out.dtype is torch.bfloat16
+        else:
+            dtypes = master.dtype is torch.float32 and (out is None or out.dtype in _FLOATS)
+        dtypes = dtypes and exp_avg.dtype is exp_avg_sq.dtype is torch.float32 and grad.dtype in _FLOATS
+        shape, device = master.shape, master.device
+        rest = (exp_avg, exp_avg_sq, grad) if out is None else (exp_avg, exp_avg_sq, grad, out)
+        alike = len(shape) == 1 and all([t.shape == shape and t.device == device for t in rest])
+        return dtypes and alike and self.noise is None and self.scales is None
+
+    def _check_each(self) -> None:
         master = self.master
         for name, tensor in self.named().items():
             assert tensor.dtype in self._dtypes_of(name), f"{name} has dtype {tensor.dtype}"
@@ -82,4 +103,4 @@ class StepTensors:
             return (torch.bfloat16,)
         if name in ("exp_avg", "exp_avg_sq") and self.state_format is StateFormat.INT8:
             return (torch.uint8,)
-        return (torch.float32, *LOW_PRECISION) if name in ("grad", "param_out") else (torch.float32,)
+        return _FLOATS if name in ("grad", "param_out") else (torch.float32,)
