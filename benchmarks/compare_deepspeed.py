@@ -21,6 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from command_line import Parser, result_file, run
+
+from heavylift.errors import UserError
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -58,7 +62,7 @@ DEFAULT_CASES = tuple(case for case in CASES if case != "deepspeed-device")
 
 def arguments() -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--nproc", type=int, required=True, help="processes, one per GPU")
     parser.add_argument("--size", choices=SIZES, default="8b")
     parser.add_argument("--micro-batch", type=int, help="samples per process and step; default: by size")
@@ -68,7 +72,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--timeout", type=float, default=300, metavar="S", help="of one case (default 300)")
     parser.add_argument("--cases", default=",".join(DEFAULT_CASES), help=f"of {', '.join(CASES)}")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    parser.add_argument("--out", type=result_file, required=True, help="JSON file")
     parser.add_argument("--add", action="store_true", help="keep the cases that are in the file, run only the others")
     parser.add_argument("--overwrite", action="store_true", help="replace the file")
     args = parser.parse_args()
@@ -189,7 +193,7 @@ def main() -> int:
     if args.add and args.out.exists():
         before = json.loads(args.out.read_text(encoding="utf-8"))
         if before["setup"] != asked:
-            sys.exit(f"error: {args.out}: is of {before['setup']}, not of {asked}; choose another --out")
+            raise UserError(f"{args.out}: is of {before['setup']}, not of {asked}; choose another --out")
         cases = {case: result for case, result in before["cases"].items() if "failed" not in result}
     for case in [case for case in args.cases if case not in cases]:
         print(f"{case} ...", flush=True)
@@ -204,4 +208,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

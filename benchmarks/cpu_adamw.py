@@ -15,27 +15,37 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from command_line import Parser, result_file, run, whole_number
 
+from heavylift.errors import UserError
+from heavylift.memory.machine import host_available_bytes
 from heavylift.offload import native
 from heavylift.offload.adamw import AdamWHyper, adamw_step_
 from heavylift.offload.native import NativeKernel
 from heavylift.offload.tensors import StepTensors
 
 BYTES_PER_PARAM = 3 * 4 * 2 + 2 + 2
+MEMORY_PER_PARAM = 2 * (3 * 4 + 2 + 2) + 4
+"""Step and probe have tensors of their own; the gradient is drawn in float32."""
 HYPER = AdamWHyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10)
 
 
-def main() -> None:
-    args = _arguments()
+def main() -> int:
+    """Times every number of threads."""
+    args = arguments()
     kernel = native.load()
     if kernel is None:
-        sys.exit("cpu_adamw: the native kernel is not built; install g++ and install heavylift again")
+        raise UserError("the native kernel is not built; install g++ and install heavylift again")
+    needed, free = args.params * MEMORY_PER_PARAM, host_available_bytes()
+    if needed > free:
+        raise UserError(
+            f"--params {args.params}: {needed / 2**30:.1f} GiB are needed, {free / 2**30:.1f} GiB are free; lower it"
+        )
     cpus = sorted(os.sched_getaffinity(0))
     counts = args.threads or _doubling(len(cpus))
     tensors = _tensors(args.params)
@@ -63,29 +73,21 @@ def main() -> None:
             "twin": twin,
         }
         args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=_positive, default=50_000_000, help="take many times the last cache")
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(__doc__)
+    parser.add_argument("--params", type=whole_number, default=50_000_000, help="take many times the last cache")
     parser.add_argument("--threads", type=_counts, help="default: 1, 2, 4 .. all")
-    parser.add_argument("--repeats", type=_positive, default=15, help="pairs of step and probe per count")
-    parser.add_argument("--out", type=Path, help="write the numbers to this JSON file")
-    args = parser.parse_args()
-    if args.out is not None and not args.out.absolute().parent.is_dir():
-        parser.error(f"--out: {args.out.absolute().parent} is no folder")
-    return args
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 1, got {number}")
-    return number
+    parser.add_argument("--repeats", type=whole_number, default=15, help="pairs of step and probe per count")
+    parser.add_argument("--out", type=result_file, help="write the numbers to this JSON file")
+    return parser.parse_args()
 
 
 def _counts(text: str) -> list[int]:
-    return [_positive(count) for count in text.split(",")]
+    return [whole_number(count) for count in text.split(",")]
 
 
 def _doubling(limit: int) -> list[int]:
@@ -144,4 +146,4 @@ def _processor() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

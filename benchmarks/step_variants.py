@@ -3,8 +3,11 @@
     torchrun --nproc-per-node 2 benchmarks/step_variants.py examples/llama_3_1_8b_random.yaml \
         --variants device,0:fp32:speculative,0.5:split:deferred --out variants.json engine.ratio=0.9
 
+Started by `python` alone it is one process.
+
 A variant is `device`, or STREAMED_SHARE:STATE_FORMAT:SCHEDULE with the recipe's share of the states on the host.
-`speculative` runs with a clipping limit that never strikes, the others with one that always does. Compiling and
+`speculative` runs with a clipping limit that never strikes, `immediate` without any, the others with one that always
+does. Compiling and
 starting are paid once, so a variant costs its steps and the page-locking of its memory. The bus is measured first: all
 processes at the same time, with copies of 256 MB.
 
@@ -21,15 +24,19 @@ import os
 import statistics
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from command_line import Parser, result_file, whole_number
+from command_line import run as run_command
 
+from heavylift.config.preflight import check
 from heavylift.config.recipe import load_recipe
-from heavylift.config.schema import Schedule, StateFormat, Tier
+from heavylift.config.schema import Recipe, Schedule, StateFormat, Tier
 from heavylift.engine import Engine, build_optimizer, parameter_groups
+from heavylift.errors import UserError
+from heavylift.offload.formats import check_format
 from heavylift.offload.optimizer import TieredOptions
 from heavylift.train.setup import Run, set_up
 from heavylift.train.waits import WaitWatch, seconds_names
@@ -50,21 +57,21 @@ class Batch:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="SECTION.KEY=VALUE")
     parser.add_argument("--variants", type=lambda text: text.split(","), required=True)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=whole_number, default=8)
     parser.add_argument("--warmup", type=int, default=3, help="first steps that the median leaves out")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file, written anew after every variant")
+    parser.add_argument("--out", type=result_file, required=True, help="JSON file, written anew after every variant")
     args = parser.parse_intermixed_args()
     if not 0 <= args.warmup < args.steps:
-        parser.error("--warmup is from 0 and below --steps")
+        parser.error(f"argument --warmup: expected a number from 0 below --steps {args.steps}, got {args.warmup}")
     for variant in args.variants:
         try:
             options_of(variant, TieredOptions())
         except ValueError as error:
-            parser.error(f"--variants: {variant}: expected device or SHARE:FORMAT:SCHEDULE: {error}")
+            parser.error(f"argument --variants: expected device or SHARE:FORMAT:SCHEDULE, got {variant!r}: {error}")
     return args
 
 
@@ -72,15 +79,39 @@ def options_of(variant: str, base: TieredOptions) -> TieredOptions:
     """The options of a variant. Raises ValueError for what is none."""
     if variant == "device":
         return replace(base, tier=Tier.DEVICE, schedule=Schedule.SYNCHRONOUS, max_grad_norm=ALWAYS)
-    share, state_format, schedule = variant.split(":")
+    parts = variant.split(":")
+    if len(parts) != 3:
+        raise ValueError(f"{len(parts)} of three parts")
+    share, state_format, schedule = parts
     return replace(
         base,
         tier=Tier.HOST,
         streamed_share=float(share),
         state_format=StateFormat(state_format),
         schedule=Schedule(schedule),
-        max_grad_norm=NEVER if schedule == Schedule.SPECULATIVE else ALWAYS,
+        max_grad_norm={Schedule.SPECULATIVE: NEVER, Schedule.IMMEDIATE: 0.0}.get(Schedule(schedule), ALWAYS),
     )
+
+
+def read_recipe(args: argparse.Namespace) -> Recipe:
+    """The recipe, checked as far as can be before anything is built. Raises UserError."""
+    recipe = load_recipe(args.recipe, args.overrides)
+    check(recipe, owns_output_dir=False)
+    if recipe.data.cutoff_len is None:
+        raise UserError("data.cutoff_len: expected the length of the random samples, got nothing; set it")
+    return recipe
+
+
+def check_variants(variants: list[str], run: Run) -> None:
+    """Raises UserError for those that the model's parameters do not take."""
+    problems = []
+    for variant in variants:
+        try:
+            check_format(options_of(variant, TieredOptions()).state_format, {run.dtype})
+        except ValueError as error:
+            problems.append(f"--variants: {variant}: {error}; take another format, or model.dtype=bfloat16")
+    if problems:
+        raise UserError(*problems)
 
 
 def bus_gb_per_s(device: torch.device) -> dict[str, float]:
@@ -152,10 +183,11 @@ def measure(run: Run, options: TieredOptions, batch: Batch, num_steps: int, num_
     return found
 
 
-def main() -> None:
+def main() -> int:
     """All variants."""
     args = arguments()
-    run = set_up(load_recipe(args.recipe, args.overrides))
+    run = set_up(read_recipe(args))
+    check_variants(args.variants, run)
     base, batch = run.engine.optimizer.options, random_batch(run)
     run.engine.optimizer.close()
     # the run is frozen, its engine is not: nothing else may hold the states of the first optimizer
@@ -186,4 +218,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -166,13 +166,18 @@ def load_data(recipe: Recipe, ranks: Ranks, hf_config: Any, tokenizer: Any | Non
 
 
 def start_process_group(ranks: Ranks) -> None:
-    """Gloo on CPUs, NCCL on GPUs (with gloo beside it for objects on the CPU)."""
+    """Gloo on CPUs, NCCL on GPUs (with gloo beside it for objects on the CPU). A process without a launcher's variables
+    is a world of one."""
     torch.set_num_threads(threads_per_rank(ranks.local_world_size))
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=COLLECTIVE_TIMEOUT, device_id=ranks.device)
+    more: dict[str, Any] = {"timeout": COLLECTIVE_TIMEOUT}
+    if "WORLD_SIZE" not in os.environ:
+        more |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if ranks.device.type == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=ranks.device, **more)
     else:
-        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group("gloo", **more)
 
 
 def prepare_head(model: nn.Module, config: TrainConfig, rank: int) -> None:

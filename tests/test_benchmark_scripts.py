@@ -1,0 +1,105 @@
+"""The scripts of benchmarks/ as somebody without a launcher or with a slip in the command meets them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import command_env
+
+from heavylift.errors import UserError
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+Recipe = Callable[..., Path]
+
+
+def run_script(name: str, *args: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A script of benchmarks/, started by this Python alone."""
+    command = [sys.executable, str(FOLDER / name), *map(str, args)]
+    env = command_env(CUDA_VISIBLE_DEVICES="", XDG_CACHE_HOME=str(cwd / "cache"))
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def random_recipe(write_recipe: Recipe) -> Path:
+    data = {"format": "random", "cutoff_len": 16, "num_samples": 4, "dataset": None}
+    return write_recipe(data=data, model={"init": "random", "dtype": "bfloat16"}, engine={"offload_optimizer": "host"})
+
+
+def test_step_variants_on_one_process(tmp_path: Path, random_recipe: Path) -> None:
+    variants = ["device", "0.5:split:deferred", "0:fp32:immediate"]
+    args = ["--variants", ",".join(variants), "--steps", 2, "--warmup", 1, "--out", "found.json", "engine.ratio=0.5"]
+    done = run_script("step_variants.py", random_recipe, *map(str, args), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["num_processes"] == 1 and found["ratio"] == 0.5
+    assert [line.split()[0] for line in done.stdout.splitlines() if " s, device " in line] == variants
+    assert list(found["variants"]) == variants
+    assert all(len(one["steps"]) == 2 and one["step_s"] > 0 for one in found["variants"].values())
+    schedules = [one["steps"][0]["schedule"] for one in found["variants"].values()]
+    assert schedules == ["synchronous", "deferred", "immediate"]
+
+
+def test_step_variants_tells_of_a_recipe_in_one_line(tmp_path: Path, random_recipe: Path) -> None:
+    args = ["--variants", "0:split:auto", "--out", "found.json"]
+    for more, said in (
+        ("engine.foo=1", "error: command line: engine.foo: unknown key; known: zero_stage"),
+        ("model.dtype=float32", "error: --variants: 0:split:auto: state format split needs bfloat16 parameters"),
+    ):
+        done = run_script("step_variants.py", random_recipe, *args, more, cwd=tmp_path)
+        assert done.returncode == 2 and done.stdout == ""
+        (line,) = [line for line in done.stderr.splitlines() if "Warning" not in line and not line.startswith("  ")]
+        assert line.startswith(said)
+    assert not (tmp_path / "found.json").exists()
+
+
+GOOD = {
+    "step_variants": ["r.yaml", "--variants", "device", "--out", "o.json"],
+    "cpu_adamw": ["--params", "100", "--repeats", "1"],
+    "compare_deepspeed": ["--nproc", "2", "--out", "o.json"],
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "more", "said"),
+    [
+        ("step_variants", ["--out", "nowhere/o.json"], "argument --out: {cwd}/nowhere is no folder"),
+        ("step_variants", ["--out", "."], "argument --out: expected a file, got the folder ."),
+        ("step_variants", ["--steps", "two"], "argument --steps: expected a whole number from 1, got 'two'"),
+        ("step_variants", ["--steps", "3"], "argument --warmup: expected a number from 0 below --steps 3, got 3"),
+        ("step_variants", ["--variants", "0:fp32"], "argument --variants: expected device or SHARE:FORMAT:SCHEDULE"),
+        ("step_variants", ["--variants", "2:fp32:auto"], "argument --variants: expected device or SHARE:FORMAT:SCHED"),
+        ("step_variants", ["--variant", "device"], "unrecognized arguments: --variant"),
+        ("cpu_adamw", ["--params", "0"], "argument --params: expected a whole number from 1, got '0'"),
+        ("cpu_adamw", ["--threads", "1,x"], "argument --threads: expected a whole number from 1, got 'x'"),
+        ("cpu_adamw", ["--out", "."], "argument --out: expected a file, got the folder ."),
+        ("compare_deepspeed", ["--cases", "fast"], "--cases: no case fast; choose of"),
+        ("compare_deepspeed", ["--nproc", "x"], "argument --nproc: invalid int value: 'x'"),
+    ],
+)
+def test_bad_arguments(
+    script: str, more: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.chdir(tmp_path)
+    module: Any = importlib.import_module(script)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *GOOD[script]])
+    module.arguments()
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *GOOD[script], *more])
+    with pytest.raises(UserError) as caught:
+        module.arguments()
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{script}.py: " + said.format(cwd=tmp_path)) and "\n" not in problem
+
+
+def test_cpu_adamw_does_not_begin_what_does_not_fit(tmp_path: Path) -> None:
+    done = run_script("cpu_adamw.py", "--params", "9" * 14, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: --params {'9' * 14}: 3352761.3 GiB are needed, ") and line.endswith("; lower it")
