@@ -1,7 +1,7 @@
 """TieredAdamW: AdamW whose states live on the device and the host tier, as a `torch.optim.Optimizer`.
 
 One step: norm of all gradients -> per group, in forward order: gradient D2H -> step on its tier -> updated shard H2D
--> the group's gate opens. The device part of a group steps where it lies.
+-> the group's gate opens. The device parts step where they lie, all groups' at once.
 
 `_step_now` is the synchronous step: it begins when backward has ended, and when it returns the current stream sees
 every updated shard. It is the specification that the schedules of `heavylift.offload.overlap` must equal.
