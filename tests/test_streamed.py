@@ -7,8 +7,10 @@ and `tests/test_gpu_kernel.py`.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,8 +19,9 @@ from ranks.models import VOCAB, save_odd_llama
 from ranks.plain import make_steps
 from ranks.pool import run_on_ranks
 from ranks.schedules import Disturbance, compare, run
-from ranks.sharded import Setup, build
+from ranks.sharded import Setup, build, take_step
 
+from heavylift.offload.states import Part
 from heavylift.offload.tiers import choose_streamed
 
 STEPS = make_steps(6, VOCAB)
@@ -123,7 +126,6 @@ def test_bits_are_those_of_the_cpu(world: int, setup: Setup, bad: str, folder: P
 def checkpoint_job(folder: Path, setup: Setup) -> tuple[bool, int, int]:
     """Whether a state_dict taken in the middle goes on with the same bits; threads; streamed parts."""
     from ranks.schedules import local_tensors, same_bits
-    from ranks.sharded import take_step
 
     with patch("heavylift.offload.streamed.CHUNK_NUMEL", CHUNK):
         whole, resumed = build(folder, setup), build(folder, replace(setup, streamed_share=0.0))
@@ -146,3 +148,33 @@ def test_a_checkpoint_goes_on_where_the_cpu_steps(folder: Path) -> None:
     setup = Setup(dtype=BF16, clip=STRIKES, schedule="deferred", streamed_share=1.0)
     for same, threads, num_streamed in run_on_ranks(2, checkpoint_job, folder, setup):
         assert same and threads == 2 and num_streamed == 3
+
+
+def order_job(folder: Path) -> tuple[list[str], list[str]]:
+    """Streamed parts in the order in which they were stepped, the bus thread held until step() is over; and groups in
+    forward order."""
+    engine = build(folder, Setup(dtype=BF16, clip=CALM, schedule="speculative", streamed_share=1.0))
+    optimizer = engine.optimizer
+    streamed, stepped, go_on = optimizer._streamed, list[str](), threading.Event()
+    assert streamed is not None
+    run_part = streamed.run
+
+    def held(part: Part, *args: Any) -> None:
+        assert go_on.wait(60), "step() has not come back"
+        stepped.append(part.group.name)
+        run_part(part, *args)
+
+    streamed.run = held  # type: ignore[method-assign]
+    result = take_step(engine, STEPS[0])
+    assert result.grad_norm < CALM and stepped == []
+    go_on.set()
+    optimizer.synchronize()
+    optimizer.close()
+    return stepped, [group.name for group in optimizer.groups]
+
+
+def test_what_is_left_after_backward_is_streamed_in_forward_order(folder: Path) -> None:
+    ((stepped, forward),) = run_on_ranks(1, order_job, folder)
+    assert sorted(stepped) == sorted(forward) and len(forward) == 3
+    # the first was at work, or not yet begun, when the others came; those came in backward order
+    assert stepped[1:] == [name for name in forward if name in stepped[1:]]
