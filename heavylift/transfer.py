@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on `device`, copied on the current stream; the program does not wait for it.
+    """The tensor on `device`, copied on the current stream; the program does not wait for it. Itself where it is there
+    already.
 
     PyTorch keeps page-locked blocks for reuse, and keeps this one until the copy is done.
     """
@@ -56,6 +57,7 @@ class RankNumbers:
         # torch.cuda.stream(None) changes nothing
         with torch.cuda.stream(self._stream):
             mine = to_device(torch.tensor(numbers, dtype=torch.float64), self._device)
-            every = mine.new_empty(dist.get_world_size() * len(numbers))
-            dist.all_gather_into_tensor(every, mine)
-            return every.view(-1, len(numbers)).tolist()
+            every = mine.new_empty(dist.get_world_size(), len(numbers))
+            # into one tensor would be all_gather_into_tensor, which torch 2.13 tells users is deprecated
+            dist.all_gather(list(every), mine)
+            return every.tolist()
