@@ -33,7 +33,9 @@ class StepMetrics:
     lr: float
     """Learning rate of this very step."""
     step_s: float
-    """Wall-clock seconds."""
+    """Wall-clock seconds from the end of the step before to the end of this one, reporting included: a step ends when
+    its norm is known, while the device is still at work. An evaluation between the two, or a trace that is written, is
+    left out: there, and for the first step, from when this one begins."""
     tokens: int
     """Real tokens (no pads) of the step."""
     tokens_per_s: float
