@@ -79,7 +79,13 @@ def test_the_memory_plan_of_a_model(tmp_path: Path, tiny_llama_dir: Path, stage:
     assert "4 ranks" in table and "free on this machine: host" in table
     rows = [" ".join(line.split()) for line in table.splitlines()]
     assert any(row.startswith("host optimizer states ") for row in rows) == (stage > 0)
-    assert "all but activations" in table
+    assert "all but activations" in table and "counted as AdamW's" not in table
+
+
+def test_the_memory_plan_says_whose_states_it_counts(tmp_path: Path, tiny_llama_dir: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "sgd", "params": {"lr": 0.1}}}
+    done = run("explain", write_config(tmp_path, config), "--model", tiny_llama_dir)
+    assert done.rc == 0 and "optimizer states: counted as AdamW's; SGD may keep others" in " ".join(done.stdout.split())
 
 
 def test_the_plan_is_that_of_a_run(tiny_llama_dir: Path) -> None:

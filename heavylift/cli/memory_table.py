@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from heavylift.config.deepspeed.settings import Precision, Settings
+from heavylift.config.deepspeed.training import OURS
 from heavylift.config.schema import ModelConfig, Tier
 from heavylift.errors import UserError
 from heavylift.memory.activations import LayerShape, Recompute, Workload
@@ -53,6 +54,8 @@ def memory_table(settings: Settings, model: str, world_size: int, seq: int | Non
     if seq is not None:
         done = "every layer recomputed" if settings.checkpointing.enabled else "nothing recomputed"
         lines.append(f"activations: {settings.batch.micro_batch} rows of {seq} tokens, whole logits, {done}")
+    if settings.optimizer is not None and settings.optimizer.name not in OURS.values():
+        lines.append(f"optimizer states: counted as AdamW's; {settings.optimizer.name} may keep others")
     table.caption = "\n".join([*lines, *(f"heavylift.{line}" for line in plan.without_effect)])
     table.caption_justify = "left"
     return table
