@@ -28,8 +28,6 @@ STEPS = make_steps(6, VOCAB)
 SLOW_S = 0.002
 CHUNK = 777
 """Groups of the tiny model are cut into several chunks, inside parameters."""
-PIECE = 768
-"""Of the CPU's steps, likewise; a multiple of the blocks that `int8` shares a scale in."""
 CALM, STRIKES = 1e6, 0.05
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -62,22 +60,6 @@ def test_their_share_is_met_to_half_a_group() -> None:
         assert abs(streamed - share * sum(numels)) <= max(numels) / 2 + 1
 
 
-def pieces_job(folder: Path, state_format: str) -> tuple[tuple[str, ...], bool]:
-    """Deferred steps in small pieces beside whole ones: what differs."""
-    setup = Setup(state_format=state_format, schedule="deferred", clip=STRIKES, dtype=BF16)
-    whole = run(folder, setup, STEPS)
-    with patch("heavylift.offload.stepping.PIECE_NUMEL", PIECE):
-        in_pieces = run(folder, setup, STEPS)
-    difference = compare(in_pieces, whole)
-    return difference.tensors, difference.losses
-
-
-@pytest.mark.parametrize("state_format", ["fp32", "split", "bf16", "int8"])
-def test_a_step_in_pieces_has_the_bits_of_the_whole(folder: Path, state_format: str) -> None:
-    for tensors, losses in run_on_ranks(2, pieces_job, folder, state_format):
-        assert tensors == () and not losses
-
-
 def setting_job(folder: Path, setup: Setup, bad: str) -> list[tuple[str, tuple[str, ...], bool, bool]]:
     """Runs with streamed states beside those that the CPU steps: (name, tensors that differ, losses differ, as many
     steps and revisions)."""
@@ -93,8 +75,7 @@ def setting_job(folder: Path, setup: Setup, bad: str) -> list[tuple[str, tuple[s
             # what was taken early and revised is not the synchronous step's bits, but it is those of the CPU's revision
             by_cpu = replace(setup, schedule=schedule, ratio=ratio)
             twin = run(folder, by_cpu, STEPS, disturbance)
-            in_pieces = patch("heavylift.offload.stepping.PIECE_NUMEL", PIECE)
-            with patch("heavylift.offload.streamed.CHUNK_NUMEL", CHUNK), in_pieces:
+            with patch("heavylift.offload.streamed.CHUNK_NUMEL", CHUNK):
                 slow = replace(disturbance, host_step_s=SLOW_S)
                 changed = replace(by_cpu, streamed_share=share, gradients_on=gradients_on)
                 other = run(folder, changed, STEPS, slow)

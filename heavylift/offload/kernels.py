@@ -20,6 +20,10 @@ from heavylift.offload.tensors import StepTensors
 class Kernel(Protocol):
     """What the optimizer asks of a tier's arithmetic. All tensors lie on that tier."""
 
+    @property
+    def sends(self) -> bool:
+        """Whether it does what `StepTensors.send` says."""
+
     def step(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """One AdamW step in place. See `adamw_step_`."""
 
@@ -48,6 +52,8 @@ class Kernel(Protocol):
 
 class PlainKernel:
     """The specification itself, on any device."""
+
+    sends = False
 
     def step(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """See `adamw_step_`."""
@@ -88,6 +94,7 @@ class NativeKernel:
     def __init__(self, library: native.NativeKernel, num_threads: int, cpu_ids: Sequence[int] | None) -> None:
         self._library = library
         self._pool = library.pool(num_threads, cpu_ids)
+        self.sends = True
 
     def step(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """See `adamw_step_`."""

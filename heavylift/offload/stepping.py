@@ -17,15 +17,16 @@ from heavylift.config.schema import StateFormat
 from heavylift.offload.adamw import AdamWHyper
 from heavylift.offload.groups import Segment
 from heavylift.offload.kernels import Kernel
+from heavylift.offload.native import copy_to_device
 from heavylift.offload.staging import Slot, StagingRing
 from heavylift.offload.states import Part
-from heavylift.offload.tensors import StepTensors
+from heavylift.offload.tensors import Send, StepTensors
 from heavylift.offload.timeline import Activity, Timeline
 
 PIECE_NUMEL = 2**23
 """Elements whose new parameters go up while the next are computed: copies of a third of a millisecond, ten times as
 long apart. A copy engine serves one stream until nothing more of it is ready, and FSDP2's small tables for gathering
-and scattering go up in the compute stream: a whole group's copies in one go made it stand still for 3 to 15 ms each."""
+and scattering go up in the compute stream, which stands still for as long as a whole group's copies take in one go."""
 
 
 class Operation(StrEnum):
@@ -137,7 +138,6 @@ class PartStepper:
         """
         assert self.ring is not None
         name = part.group.name
-        label = name if operation is Operation.STEP else f"{name} ({operation})"
         if slot is None:
             with self.timeline.measure(Activity.SLOT, name):
                 slot = self.ring.take_slot()
@@ -149,23 +149,43 @@ class PartStepper:
                     event = self.params_to_slot(part, steps, slot)
                     if event is not None:
                         event.synchronize()
-        shards = _shards(part, steps)
         for run, first in runs(part, steps):
             hyper = first.hyper
             tensors = part.step_tensors(run, grads_host[run], slot.param_host[run], first.segment, hyper.step)
-            for piece in pieces(run, PIECE_NUMEL):
-                here = slice(piece.start - run.start, piece.stop - run.start)
-                with self.timeline.measure(Activity.ADAMW, label):
-                    apply(operation, self.host, tensors.part(here), hyper, coefficient)
-                with self.timeline.measure(Activity.ISSUE, name), on_stream(self.streams.h2d):
-                    _copy_up(shards, slot.param_host, piece)
+            self._step_and_send(tensors, _shards(part, steps, run), operation, hyper, coefficient, name)
         if grads_host is part.accumulator:
             # before the gate opens: the next backward adds to it
-            with self.timeline.measure(Activity.ADAMW, label):
+            with self.timeline.measure(Activity.ADAMW, name):
                 grads_host.zero_()
         slot.free_event = record(self.streams.h2d)
         part.group.gate.open(slot.free_event)
         self.ring.give_back(slot)
+
+    def _step_and_send(
+        self,
+        tensors: StepTensors,
+        shards: tuple[tuple[slice, torch.Tensor], ...],
+        operation: Operation,
+        hyper: AdamWHyper,
+        coefficient: float,
+        name: str,
+    ) -> None:
+        """The kernel's work on one range, and `param_out` on its way up to `shards`."""
+        label = name if operation is Operation.STEP else f"{name} ({operation})"
+        stream, copy_function = self.streams.h2d, copy_to_device()
+        if stream is not None and copy_function is not None and self.host.sends:
+            # in one call: between its pieces this thread would wait for Python's lock, which backward takes often
+            send = Send(shards, stream.cuda_stream, copy_function, PIECE_NUMEL)
+            stream.query()  # the first call of the runtime makes its context current on this thread, as the driver asks
+            with self.timeline.measure(Activity.ADAMW, label):
+                apply(operation, self.host, replace(tensors, send=send), hyper, coefficient)
+            return
+        with self.timeline.measure(Activity.ADAMW, label):
+            apply(operation, self.host, tensors, hyper, coefficient)
+        assert tensors.param_out is not None
+        with self.timeline.measure(Activity.ISSUE, name), on_stream(stream):
+            for where, shard in shards:
+                shard.copy_(tensors.param_out[where], non_blocking=True)
 
     def params_to_slot(self, part: Part, steps: Sequence[SegmentStep], slot: Slot) -> torch.cuda.Event | None:
         """Issues the copies of the parameters, which are half of split masters, down to where the kernel writes their
@@ -176,28 +196,20 @@ class PartStepper:
         return record(self.streams.d2h)
 
 
-def _shards(part: Part, steps: Sequence[SegmentStep]) -> list[tuple[slice, torch.Tensor]]:
-    """Where the stepped segments lie in the part, each with as much of its shard on the device."""
+def _shards(
+    part: Part, steps: Sequence[SegmentStep], run: slice | None = None
+) -> tuple[tuple[slice, torch.Tensor], ...]:
+    """Where the stepped segments lie in a range of the part (None: all of it), counted from its beginning, each with as
+    much of its shard on the device."""
+    first, last = (0, part.numel) if run is None else (run.start, run.stop)
     found = []
     for step in steps:
         where = part.overlap(step.segment)
-        if where is not None:
-            found.append((where, step.segment.shard()[part.overlap_in_segment(step.segment)]))
-    return found
-
-
-def _copy_up(shards: Sequence[tuple[slice, torch.Tensor]], param_host: torch.Tensor, piece: slice) -> None:
-    """Issues the copies of a range of the part's new parameters."""
-    for where, shard in shards:
-        start, stop = max(where.start, piece.start), min(where.stop, piece.stop)
-        if start < stop:
-            shard[start - where.start : stop - where.start].copy_(param_host[start:stop], non_blocking=True)
-
-
-def pieces(whole: slice, numel: int) -> Iterator[slice]:
-    """A range in pieces of `numel`, the last one perhaps smaller."""
-    for start in range(whole.start, whole.stop, numel):
-        yield slice(start, min(start + numel, whole.stop))
+        # a range holds a segment whole or not at all
+        if where is not None and first <= where.start and where.stop <= last:
+            shard = step.segment.shard()[part.overlap_in_segment(step.segment)]
+            found.append((slice(where.start - first, where.stop - first), shard))
+    return tuple(found)
 
 
 def runs(part: Part, steps: Sequence[SegmentStep]) -> Iterator[tuple[slice, SegmentStep]]:

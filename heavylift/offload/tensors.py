@@ -18,6 +18,20 @@ _FLOATS = (torch.float32, *LOW_PRECISION)
 
 
 @dataclass(frozen=True)
+class Send:
+    """Where the compiled kernel sends new parameters as soon as a piece of them is computed."""
+
+    shards: tuple[tuple[slice, Tensor], ...]
+    """Ranges of `param_out`, each with the flat tensor on the device, as long and of its dtype, that it goes to."""
+    stream_handle: int
+    """Of the CUDA stream that copies."""
+    copy_function: int
+    """The address of a function like the CUDA driver's cuMemcpyHtoDAsync."""
+    piece_numel: int
+    """Elements that go together; a multiple of the blocks that `int8` shares a scale in."""
+
+
+@dataclass(frozen=True)
 class StepTensors:
     """What a step reads and writes: flat tensors of one length, on one device, none overlapping."""
 
@@ -36,6 +50,8 @@ class StepTensors:
     """What rounds moments of `bf16` and `int8`; None with formats that need no rounding."""
     scales: tuple[Tensor, Tensor] | None = None
     """Of the blocks of exp_avg and exp_avg_sq, float32 [num_blocks(n)]; None with formats other than `int8`."""
+    send: Send | None = None
+    """Understood by the compiled kernel alone (`heavylift.offload.kernels.Kernel.sends`)."""
 
     def named(self) -> dict[str, Tensor]:
         """The tensors that are there, by name, but for `scales`."""

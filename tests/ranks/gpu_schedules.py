@@ -40,6 +40,8 @@ BAD_STEP = 7
 LR = 1e-3
 CHUNK = 100_003
 """Elements that are streamed together: several chunks a group, cut inside parameters."""
+PIECE = 100_096
+"""Elements that the CPU steps before it sends them up: likewise."""
 LIMIT, STRIKES = 1e6, 0.05
 """Above and below all gradient norms of these runs."""
 
@@ -85,7 +87,8 @@ def build(folder: Path, setup: Setup, device: torch.device, gated: bool = True) 
 def train(folder: Path, setup: Setup, device: torch.device, steps: Sequence[Rows], disturbance: Disturbance) -> Outcome:
     """The steps on this rank. A collective."""
     engine = build(folder, setup, device, disturbance.gated)
-    return observe(engine, steps, setup.accumulation, disturbance)
+    with patch("heavylift.offload.stepping.PIECE_NUMEL", PIECE):
+        return observe(engine, steps, setup.accumulation, disturbance)
 
 
 def comparisons(folder: Path, device: torch.device) -> list[dict[str, Any]]:

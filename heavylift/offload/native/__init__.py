@@ -12,7 +12,22 @@ import itertools
 import logging
 import weakref
 from collections.abc import Sequence
-from ctypes import CDLL, POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import (
+    CDLL,
+    POINTER,
+    Structure,
+    byref,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+    cast,
+)
 from dataclasses import astuple, fields
 from pathlib import Path
 from types import TracebackType
@@ -24,10 +39,11 @@ from torch import Tensor
 from heavylift.config.schema import StateFormat
 from heavylift.offload.adamw import AdamWHyper, AdamWScalars
 from heavylift.offload.correction import check_exact, check_undo, clipped_scale, correction_scalars
+from heavylift.offload.quantised import BLOCK
 from heavylift.offload.tensors import MOMENTS, StepTensors
 
 LIBRARY_NAME = "_adamw.so"
-_ABI = 5
+_ABI = 6
 """`hl_abi()` of the library that goes with this file."""
 
 _log = logging.getLogger(__name__)
@@ -60,6 +76,24 @@ class _CCorrection(Structure):
     _fields_ = [("inverse_beta1", c_float), ("clipped_scale", c_float), ("first_step", c_int32)]
 
 
+class _CShard(Structure):
+    """`Shard` of native/step.h."""
+
+    _fields_ = [("start", c_int64), ("stop", c_int64), ("target", c_uint64)]
+
+
+class _CSend(Structure):
+    """`Send` of native/step.h."""
+
+    _fields_ = [
+        ("copy", c_void_p),
+        ("stream", c_void_p),
+        ("shards", POINTER(_CShard)),
+        ("num_shards", c_int64),
+        ("piece", c_int64),
+    ]
+
+
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`Type` of native/floats.h."""
 
@@ -71,9 +105,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "hl_pool_create": (c_void_p, [c_int, POINTER(c_int)]),
     "hl_pool_destroy": (None, [c_void_p]),
     "hl_pool_num_threads": (c_int, [c_void_p]),
-    "hl_take_step": (None, [c_void_p, POINTER(_CTensors), POINTER(_CFactors)]),
-    "hl_correct_step": (None, [c_void_p, POINTER(_CTensors), POINTER(_CFactors), POINTER(_CCorrection)]),
-    "hl_undo_step": (None, [c_void_p, POINTER(_CTensors), POINTER(_CFactors), POINTER(_CCorrection)]),
+    "hl_take_step": (c_int, [c_void_p, POINTER(_CTensors), POINTER(_CFactors), POINTER(_CSend)]),
+    "hl_correct_step": (c_int, [c_void_p, *map(POINTER, (_CTensors, _CFactors, _CCorrection, _CSend))]),
+    "hl_undo_step": (c_int, [c_void_p, *map(POINTER, (_CTensors, _CFactors, _CCorrection, _CSend))]),
     "hl_accumulate": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int64]),
     "hl_sum_squares": (c_double, [c_void_p, c_void_p, c_int, c_int64]),
     "hl_bandwidth_probe": (None, [c_void_p] * 6 + [c_int64]),
@@ -160,16 +194,20 @@ class NativeKernel:
     def adamw_step_(self, pool: ThreadPool, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """`heavylift.offload.adamw.adamw_step_` bit for bit, for contiguous CPU tensors, on the threads of `pool`.
 
-        Only the payload of a NaN may differ. Raises AssertionError for tensors that do not fit or overlap.
+        Only the payload of a NaN may differ. With `tensors.send` each piece of the new parameters is copied on as soon
+        as it is computed. Raises AssertionError for tensors that do not fit or overlap, RuntimeError where a copy could
+        not be issued.
         """
-        self._library.hl_take_step(pool.handle, _c_tensors(tensors), _CFactors(*astuple(hyper.scalars())))
+        factors = _CFactors(*astuple(hyper.scalars()))
+        _check_sent(self._library.hl_take_step(pool.handle, _c_tensors(tensors), factors, _c_send(tensors)))
 
     def adamw_correct_(self, pool: ThreadPool, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """`heavylift.offload.correction.adamw_correct_` bit for bit; tensors and errors as in `adamw_step_`."""
         check_exact(tensors)
         more = correction_scalars(hyper)
         correction = _CCorrection(more.inverse_beta1, clipped_scale(hyper, coefficient), more.first_step)
-        self._library.hl_correct_step(pool.handle, _c_tensors(tensors), _CFactors(*astuple(more.step)), correction)
+        factors, send = _CFactors(*astuple(more.step)), _c_send(tensors)
+        _check_sent(self._library.hl_correct_step(pool.handle, _c_tensors(tensors), factors, correction, send))
 
     def adamw_undo_(self, pool: ThreadPool, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """`heavylift.offload.correction.adamw_undo_` bit for bit; tensors and errors as in `adamw_step_`."""
@@ -177,7 +215,8 @@ class NativeKernel:
         check_exact(tensors)
         more = correction_scalars(hyper)
         correction = _CCorrection(more.inverse_beta1, 0.0, more.first_step)
-        self._library.hl_undo_step(pool.handle, _c_tensors(tensors), _CFactors(*astuple(more.step)), correction)
+        factors, send = _CFactors(*astuple(more.step)), _c_send(tensors)
+        _check_sent(self._library.hl_undo_step(pool.handle, _c_tensors(tensors), factors, correction, send))
 
     def accumulate_(self, pool: ThreadPool, acc: Tensor, grad: Tensor) -> None:
         """acc += grad in float32. acc: float32 [n], grad: float32, bfloat16 or float16 [n], contiguous CPU tensors."""
@@ -234,6 +273,37 @@ def _c_tensors(tensors: StepTensors) -> _CTensors:
     )
 
 
+def _c_send(tensors: StepTensors) -> Any:
+    """None, or a reference to a `_CSend`, which keeps what it points to."""
+    send, out = tensors.send, tensors.param_out
+    if send is None:
+        return None
+    assert out is not None and send.piece_numel > 0 and send.piece_numel % BLOCK == 0, send.piece_numel
+    shards = (_CShard * len(send.shards))()
+    for entry, (where, target) in zip(shards, send.shards, strict=True):
+        assert target.dtype == out.dtype and target.is_contiguous(), (target.dtype, out.dtype, target.stride())
+        assert 0 <= where.start <= where.stop <= out.numel() and where.stop - where.start == target.numel(), where
+        entry.start, entry.stop, entry.target = where.start, where.stop, target.data_ptr()
+    return byref(_CSend(send.copy_function, send.stream_handle, shards, len(shards), send.piece_numel))
+
+
+def _check_sent(error: int) -> None:
+    if error:
+        raise RuntimeError(f"new parameters could not be copied to the device: CUDA driver error {error}")
+
+
+@functools.cache
+def copy_to_device() -> int | None:
+    """The address of the CUDA driver's cuMemcpyHtoDAsync, for `Send`; None where there is no such driver.
+
+    It copies in the context that is current on the calling thread, from page-locked memory without waiting.
+    """
+    try:
+        return cast(CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2, c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
 def _type_of(tensor: Tensor) -> int:
     assert tensor.dtype in _TYPES, f"expected float32, bfloat16 or float16, got {tensor.dtype}"
     return _TYPES[tensor.dtype]
@@ -272,4 +342,4 @@ def load() -> NativeKernel | None:
         return None
 
 
-__all__ = ["LIBRARY_NAME", "NativeKernel", "ThreadPool", "load"]
+__all__ = ["LIBRARY_NAME", "NativeKernel", "ThreadPool", "copy_to_device", "load"]
