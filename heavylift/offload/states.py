@@ -6,7 +6,7 @@ is stepped where it lies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,11 +15,14 @@ from heavylift.config.schema import StateFormat, Tier
 from heavylift.offload.formats import STORED_DTYPES, join_masters, low_halves, mark_signs_, rounds_up
 from heavylift.offload.groups import Group, Segment
 from heavylift.offload.noise import noise_of
-from heavylift.offload.quantised import GRIDS, block_pieces, block_scales, decode, encode, num_blocks
+from heavylift.offload.quantised import BLOCK, GRIDS, block_pieces, block_scales, decode, encode, num_blocks
 from heavylift.offload.tensors import MOMENTS, StepTensors
 from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes, choose_streamed
 
 STATE_NAMES = ("master", *MOMENTS)
+PIECE_NUMEL = 2**22
+"""Elements that are converted at a time when states are read or written from outside: temporaries of 20 to 80 MB."""
+assert PIECE_NUMEL % BLOCK == 0
 
 
 @dataclass(eq=False)
@@ -104,15 +107,21 @@ class Part:
         where = self.overlap(segment)
         assert where is not None, f"{segment.name} does not reach into [{self.start}, {self.stop})"
         self.wait_until_home()
-        if self.state_format is StateFormat.SPLIT and name == "master":
-            param = segment.shard()[self.overlap_in_segment(segment)].to(self.master.device)
-            return join_masters(param, self.master[where], self.exp_avg_sq[where])
         stored = self._stored(name)[where]
         if self.state_format is StateFormat.SPLIT and name == "exp_avg_sq":
             return stored.abs()
-        if self.state_format is StateFormat.INT8 and name in MOMENTS:
-            return decode(stored, self._scales_of(segment, name), GRIDS[name])
-        return stored.float()
+        joined = self.state_format is StateFormat.SPLIT and name == "master"
+        if not joined and not (self.state_format is StateFormat.INT8 and name in MOMENTS):
+            return stored.float()
+        values = torch.empty(stored.numel(), dtype=torch.float32, device=stored.device)
+        for piece in _pieces(stored.numel()):
+            if joined:
+                param = segment.shard()[self.overlap_in_segment(segment)][piece].to(stored.device)
+                values[piece] = join_masters(param, stored[piece], self.exp_avg_sq[where][piece])
+            else:
+                scales = self._scales_of(segment, name)[_blocks_of(piece)]
+                values[piece] = decode(stored[piece], scales, GRIDS[name])
+        return values
 
     def write(self, name: str, segment: Segment, values: torch.Tensor) -> None:
         """Sets a state from `values`: the whole shard of the segment, flat, any float dtype and device. Who sets a
@@ -121,15 +130,21 @@ class Part:
         if where is None:
             return
         self.wait_until_home()
-        stored = self._stored(name)[where]
-        new = values[self.overlap_in_segment(segment)].to(stored.device, torch.float32)
+        stored, new = self._stored(name)[where], values[self.overlap_in_segment(segment)]
+        for piece in _pieces(stored.numel()):
+            self._write_piece(name, segment, piece, new[piece].to(stored.device, torch.float32))
+
+    def _write_piece(self, name: str, segment: Segment, piece: slice, new: torch.Tensor) -> None:
+        where = self.overlap(segment)
+        assert where is not None
+        stored = self._stored(name)[where][piece]
         if self.state_format is StateFormat.SPLIT and name == "master":
             stored.copy_(low_halves(new))
-            mark_signs_(self.exp_avg_sq[where], rounds_up(new, new.to(torch.bfloat16)))
+            mark_signs_(self.exp_avg_sq[where][piece], rounds_up(new, new.to(torch.bfloat16)))
         elif self.state_format is StateFormat.SPLIT and name == "exp_avg_sq":
             stored.copy_(torch.copysign(new, stored))
         elif self.state_format is StateFormat.INT8 and name in MOMENTS:
-            scales = self._scales_of(segment, name).copy_(block_scales(new))
+            scales = self._scales_of(segment, name)[_blocks_of(piece)].copy_(block_scales(new))
             stored.copy_(encode(new, scales, GRIDS[name], None))
         else:
             stored.copy_(new)
@@ -144,6 +159,18 @@ class Part:
     def read_master(self, segment: Segment) -> None:
         """Sets the master from the parameter: after loading weights, or whenever somebody else wrote them."""
         self.write("master", segment, segment.shard())
+
+
+def _pieces(numel: int) -> Iterator[slice]:
+    """Of a segment's range, one at a time: the temporaries of a head with a billion parameters would take more than a
+    plan leaves free."""
+    for start in range(0, numel, PIECE_NUMEL):
+        yield slice(start, min(start + PIECE_NUMEL, numel))
+
+
+def _blocks_of(piece: slice) -> slice:
+    """The blocks of a piece of a segment, which begins with one."""
+    return slice(piece.start // BLOCK, num_blocks(piece.stop))
 
 
 @dataclass(frozen=True)
