@@ -23,8 +23,9 @@ DEVICE_RESERVE_BYTES = GIB
 """Left free on the device: channels of NCCL, workspaces of cuBLAS and cuDNN, compiled kernels."""
 STEP_SLACK = 0.05
 """...and this share of what a step takes, for what the allocator cannot fill."""
-HOST_RESERVE_BYTES = GIB // 2
-"""Left free on the host per process: batches, the export's largest tensor."""
+HOST_RESERVE_BYTES = 3 * GIB // 2
+"""Left free on the host per process: batches, the export's largest tensor, and on a GPU what driver, NCCL and compiled
+kernels take besides (2.2 GiB of resident memory seen, of which a process has more than half when the plan is made)."""
 HOST_SLACK = 0.02
 """...and this share of the host's free memory."""
 

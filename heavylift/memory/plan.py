@@ -28,11 +28,6 @@ from heavylift.offload.tiers import choose_streamed, least_streamed_share, place
 GIB = 2**30
 
 
-PROCESS_HOST_BYTES = GIB
-"""Host memory that a process takes beside the plan's once it trains on a GPU: the driver's and NCCL's books, compiled
-kernels, batches (2.2 GiB of resident memory seen, more than half of which it has when the plan is made)."""
-
-
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes per process. `host` is CPU memory beside what the program itself needs."""
@@ -76,11 +71,10 @@ class MemoryPlan:
     def host_needed_bytes(self, local_world_size: int, has_device: bool) -> int:
         """Host memory for all processes of the machine; without an accelerator the device tier lies there too.
 
-        With one, each process takes some itself. Of a step without an accelerator nothing is counted: what it takes
-        there has not been measured.
+        Of a step without an accelerator nothing is counted: what it takes there has not been measured.
         """
-        more = PROCESS_HOST_BYTES if has_device else self.param_bytes + self.device_state_bytes
-        return (self.host_bytes + more) * local_world_size
+        own = self.host_bytes + (0 if has_device else self.param_bytes + self.device_state_bytes)
+        return own * local_world_size
 
     def rows(self) -> list[tuple[str, Tier, int]]:
         """(what, tier, bytes) of everything that takes memory, for a table."""
