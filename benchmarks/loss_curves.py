@@ -30,7 +30,7 @@ from torch import nn
 from heavylift.config.schema import Schedule, Tier
 from heavylift.engine import Engine, build_optimizer, parameter_groups
 from heavylift.models.load import init_random_weights, materialise
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 from heavylift.sharding import make_mesh, shard_model
 
 ROOT = Path(__file__).parents[1]

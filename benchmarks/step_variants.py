@@ -37,7 +37,7 @@ from heavylift.config.schema import Recipe, Schedule, StateFormat, Tier
 from heavylift.engine import Engine, build_optimizer, parameter_groups
 from heavylift.errors import UserError
 from heavylift.offload.formats import check_format
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 from heavylift.train.setup import Run, set_up
 from heavylift.train.waits import WaitWatch, seconds_names
 

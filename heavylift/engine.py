@@ -21,7 +21,8 @@ from torch import nn
 from heavylift.models.chunked_loss import Targets
 from heavylift.models.loss_head import find_loss_head
 from heavylift.offload.groups import make_group
-from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.options import TieredOptions
 from heavylift.offload.timeline import Activity
 from heavylift.sharding import ShardedModel
 from heavylift.transfer import HostScalar, to_device

@@ -10,7 +10,7 @@ import torch
 from heavylift.memory.activations import LayerShape, Workload, backward_bytes, input_bytes, kept_bytes, loss_bytes
 from heavylift.memory.peak import GroupLoad
 from heavylift.memory.plan import MemoryPlan, make_plan
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 from heavylift.offload.tiers import aligned_bytes
 
 GIB = 2**30

@@ -26,7 +26,8 @@ from heavylift.api.owners import register_optimizer
 from heavylift.config.schema import Schedule, Tier
 from heavylift.engine import Engine
 from heavylift.errors import UserError
-from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.options import TieredOptions
 
 STEPS = make_steps(4, VOCAB)
 HOST = Tier.HOST

@@ -13,7 +13,8 @@ from heavylift.config.schema import Schedule, StateFormat, Tier
 from heavylift.offload import optimizer as optimizer_module
 from heavylift.offload.adamw import AdamWHyper
 from heavylift.offload.kernels import PlainKernel
-from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.options import TieredOptions
 from heavylift.offload.tensors import StepTensors
 
 SHAPES = [(16, 4), (7,), (3, 5), (1,), (33,)]

@@ -23,7 +23,8 @@ from torch import nn
 from heavylift.config.schema import Schedule, Tier
 from heavylift.engine import Engine
 from heavylift.offload.adamw import AdamWHyper
-from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.options import TieredOptions
 from heavylift.offload.stepping import Operation
 from heavylift.offload.tensors import StepTensors
 

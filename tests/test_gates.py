@@ -22,7 +22,8 @@ from torch import nn
 from heavylift.config.schema import Schedule, Tier
 from heavylift.offload.gates import Gate, install_gate
 from heavylift.offload.groups import local_tensor
-from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.options import TieredOptions
 
 STEPS = make_steps(3, VOCAB)
 SLOW_S = 0.03

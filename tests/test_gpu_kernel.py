@@ -174,7 +174,8 @@ def test_a_table_of_different_formats_and_dtypes() -> None:
 def test_ten_steps_of_many_parameters_on_the_device(state_format: StateFormat) -> None:
     """Two parameter groups, one of them with a parameter that has a gradient every other time: three sets of
     hyperparameters; beside the step on the CPU."""
-    from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+    from heavylift.offload.optimizer import TieredAdamW
+    from heavylift.offload.options import TieredOptions
 
     generator = torch.Generator().manual_seed(1)
     shapes = [(100, 33), (7,), (64, 64), (1,), (4097,), (16, 1024)]
@@ -246,7 +247,8 @@ def test_fused_revisions_equal_their_specification(numel: int, state_format: Sta
 @pytest.mark.parametrize("state_format", [StateFormat.FP32, StateFormat.SPLIT])
 def test_ten_steps_of_states_streamed_through_the_device(state_format: StateFormat) -> None:
     """As the optimizer does it: several chunks, two parameters, page-locked memory; beside the step on the CPU."""
-    from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+    from heavylift.offload.optimizer import TieredAdamW
+    from heavylift.offload.options import TieredOptions
 
     generator = torch.Generator().manual_seed(1)
     start = [torch.randn(shape, generator=generator).bfloat16() for shape in ((1000, 333), (50_001,))]

@@ -27,7 +27,8 @@ from heavylift.offload.access import find_states
 from heavylift.offload.adamw import AdamWHyper
 from heavylift.offload.kernels import PlainKernel
 from heavylift.offload.noise import noise_of
-from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.options import TieredOptions
 from heavylift.offload.quantised import GRIDS, block_pieces, decode
 from heavylift.offload.tensors import StepTensors
 

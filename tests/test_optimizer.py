@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from heavylift.config.schema import Tier
 from heavylift.offload.groups import local_tensor
-from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.options import TieredOptions
 
 STEPS = make_steps(3, VOCAB)
 TIERS = [TieredOptions(), TieredOptions(tier=Tier.HOST), TieredOptions(tier=Tier.HOST, ratio=0.37)]

@@ -33,7 +33,7 @@ from heavylift.memory.peak import GroupLoad, Peak, find_peak
 from heavylift.memory.plan import MemoryPlan, check_plan, make_plan
 from heavylift.models.load import build_on_meta, load_hf_config
 from heavylift.models.loss_head import install_loss_head
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 from heavylift.offload.overlap import MAX_COPYING
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

@@ -40,7 +40,7 @@ from heavylift.memory.fit import (
 from heavylift.memory.machine import MachineMemory
 from heavylift.memory.planner import ModelPlanner
 from heavylift.models.load import build_on_meta, init_random_weights, load_hf_config, materialise
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 from heavylift.offload.tiers import place
 from heavylift.ranks import Ranks
 from heavylift.sharding import make_mesh, shard_model

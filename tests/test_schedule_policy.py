@@ -15,7 +15,7 @@ from ranks.schedules import disturbed, local_tensors, same_bits, slow_down
 from ranks.sharded import Setup, build, take_step
 
 from heavylift.config.schema import Schedule, Tier
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 from heavylift.offload.policy import CALM_SHARE, CALM_STEPS, SchedulePolicy
 from heavylift.offload.stepping import Operation
 

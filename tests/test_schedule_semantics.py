@@ -21,7 +21,8 @@ from ranks.sharded import Setup, build, take_step
 from torch import nn
 
 from heavylift.config.schema import Schedule, Tier
-from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.options import TieredOptions
 
 STEPS = make_steps(4, VOCAB)
 SLOW = Disturbance(host_step_s=0.005)

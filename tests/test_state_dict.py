@@ -17,7 +17,8 @@ from torch import nn
 
 from heavylift.config.schema import Tier
 from heavylift.engine import Engine
-from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.options import TieredOptions
 
 STEPS = make_steps(4, VOCAB)
 Tensors = dict[str, torch.Tensor]

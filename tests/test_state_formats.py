@@ -35,7 +35,8 @@ from heavylift.offload.adamw import AdamWHyper, adamw_step_
 from heavylift.offload.formats import join_masters, low_halves, mark_signs_, rounds_up
 from heavylift.offload.kernels import Kernel, PlainKernel, host_kernel
 from heavylift.offload.noise import noise_bits, noise_of, round_stochastically
-from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.options import TieredOptions
 from heavylift.offload.stepping import Operation
 from heavylift.offload.tensors import StepTensors
 

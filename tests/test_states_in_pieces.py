@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from heavylift.config.schema import StateFormat, Tier
-from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.options import TieredOptions
 from heavylift.offload.states import STATE_NAMES
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +73,8 @@ PEAK = """
 import re, torch
 from torch import nn
 from heavylift.config.schema import StateFormat, Tier
-from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.options import TieredOptions
 torch.set_num_threads(1)
 
 def status(name):

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from heavylift.cli.main import app
 from heavylift.config.schema import DataConfig, EngineConfig, ModelConfig, Recipe, Tier, TrainConfig
 from heavylift.memory.activations import LayerShape
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 from heavylift.offload.tiers import choose_streamed, least_streamed_share
 from heavylift.ranks import Ranks
 

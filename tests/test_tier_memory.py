@@ -25,7 +25,7 @@ from heavylift.engine import Engine, build_optimizer
 from heavylift.memory.machine import host_available_bytes
 from heavylift.memory.plan import MemoryPlan
 from heavylift.models.load import build_on_meta, init_random_weights, load_hf_config, materialise
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 from heavylift.sharding import make_mesh, shard_model
 from heavylift.train.setup import plan_memory
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from heavylift.config.schema import Schedule, StateFormat, Tier
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from heavylift.api.partition import find_partition
 from heavylift.config.schema import Schedule, Tier
 from heavylift.memory.peak import GroupLoad
 from heavylift.memory.plan import GIB, MemoryPlan, make_plan
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 
 _DTYPE = torch.bfloat16
 _LOADED_BYTES = 4

@@ -30,7 +30,8 @@ from heavylift.launch.binding import bind_unless_bound
 from heavylift.launch.cores import split_cores
 from heavylift.offload.formats import check_format
 from heavylift.offload.groups import make_group
-from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.options import TieredOptions
 from heavylift.ranks import Ranks
 
 __all__ = ["init_distributed", "initialize"]

@@ -16,7 +16,7 @@ from heavylift.memory.fit import Setting, exact_changes, fits, highest_ratio
 from heavylift.memory.machine import MachineMemory, agree, measure
 from heavylift.memory.plan import MemoryPlan, check_plan
 from heavylift.memory.planner import ModelPlanner
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 from heavylift.ranks import Ranks
 from heavylift.sharding import ShardedModel
 

@@ -17,7 +17,8 @@ import torch
 
 from heavylift.config.schema import Tier
 from heavylift.errors import UserError
-from heavylift.offload.optimizer import TieredAdamW, TieredOptions
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.options import TieredOptions
 
 
 class _Adam(torch.optim.Optimizer):

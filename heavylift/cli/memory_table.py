@@ -23,7 +23,7 @@ from heavylift.memory.machine import MachineMemory, measure
 from heavylift.memory.plan import GIB, MemoryPlan
 from heavylift.memory.planner import ModelPlanner
 from heavylift.models.load import build_on_meta, load_hf_config, parameter_counts
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 from heavylift.sharding import make_mesh, shard_model
 
 _DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}

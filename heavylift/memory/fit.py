@@ -17,7 +17,7 @@ from heavylift.errors import UserError
 from heavylift.memory.activations import Recompute, Workload
 from heavylift.memory.machine import MachineMemory
 from heavylift.memory.plan import GIB, MemoryPlan
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 
 DEVICE_RESERVE_BYTES = GIB
 """Left free on the device: channels of NCCL, workspaces of cuBLAS and cuDNN, compiled kernels."""

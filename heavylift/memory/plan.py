@@ -18,7 +18,8 @@ from heavylift.config.schema import Tier
 from heavylift.errors import UserError
 from heavylift.memory.machine import MachineMemory
 from heavylift.memory.peak import GroupLoad, find_peak
-from heavylift.offload.optimizer import NUM_STAGING_SLOTS, TieredOptions
+from heavylift.offload.optimizer import NUM_STAGING_SLOTS
+from heavylift.offload.options import TieredOptions
 from heavylift.offload.overlap import MAX_COPYING, kept_gradient_bytes
 from heavylift.offload.staging import StagingRing
 from heavylift.offload.states import kept_dtypes, part_layout

@@ -15,7 +15,7 @@ from heavylift.memory.activations import LayerShape, Workload, backward_bytes, i
 from heavylift.memory.peak import GroupLoad
 from heavylift.memory.plan import MemoryPlan, make_plan
 from heavylift.offload.groups import padded_numel
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 from heavylift.offload.tiers import aligned_bytes
 from heavylift.sharding import ShardedModel
 

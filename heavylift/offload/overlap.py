@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -36,6 +35,7 @@ from heavylift.offload.device_steps import DeviceSteps
 from heavylift.offload.fetching import NUM_SLOTS, GradientFetch, GradientSlots, Incoming, ParamFetch
 from heavylift.offload.groups import Group, Segment
 from heavylift.offload.hooks import listen_to_gradients
+from heavylift.offload.options import TieredOptions
 from heavylift.offload.states import Part
 from heavylift.offload.stepping import Operation, PartStepper, SegmentStep, on_stream, record, scaled
 from heavylift.offload.streamed import StreamedSteps
@@ -50,22 +50,6 @@ MIN_COEFFICIENT = 2.0**-7
 MAX_COPYING = 4
 """Gradients on the device that wait for their copy to the host at one time. The program runs ahead of the device, and
 would otherwise be many layers, and their gradients, ahead; so far ahead the device has enough to do while it waits."""
-
-
-class OverlapOptions(Protocol):
-    """What is asked of `heavylift.offload.optimizer.TieredOptions`."""
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients are collected in backward."""
-
-    @property
-    def gradients_on(self) -> Tier:
-        """Where they wait."""
-
-    @property
-    def max_grad_norm(self) -> float:
-        """The clipping limit; 0: none."""
 
 
 @dataclass
@@ -104,7 +88,7 @@ class OverlappedSteps:
         segment_step: Callable[[Segment], SegmentStep],
         begin_step: Callable[[], None],
         usage: TierUsage,
-        options: OverlapOptions,
+        options: TieredOptions,
         streamed: StreamedSteps | None = None,
     ) -> None:
         """`segment_step`: a segment with the hyperparameters as they are now; `begin_step` runs before anything else of

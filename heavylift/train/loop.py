@@ -18,7 +18,7 @@ from heavylift.config.schema import StateFormat, Tier
 from heavylift.data.report import report_lines
 from heavylift.memory.plan import MemoryPlan
 from heavylift.monitor.master import MonitorMaster
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 from heavylift.train.flops import ModelShape
 from heavylift.train.metrics import (
     EvalMetrics,

@@ -44,7 +44,7 @@ from heavylift.models.load import (
 )
 from heavylift.models.loss_head import find_loss_head, install_loss_head
 from heavylift.offload.formats import check_format
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 from heavylift.ranks import COLLECTIVE_TIMEOUT, Ranks
 from heavylift.sharding import ShardedModel, layers_of, make_mesh, shard_model
 

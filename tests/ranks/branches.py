@@ -8,7 +8,7 @@ from torch import nn
 from heavylift.config.schema import Schedule, Tier
 from heavylift.engine import build_optimizer
 from heavylift.offload.groups import local_tensor
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 from heavylift.sharding import make_mesh, shard_model
 from ranks.schedules import Tensors, slow_down
 

@@ -26,7 +26,7 @@ from heavylift.config.schema import ModelConfig, Schedule, StateFormat, Tier
 from heavylift.engine import Engine, build_optimizer
 from heavylift.models.load import build_on_meta, init_random_weights, load_hf_config, materialise
 from heavylift.offload.groups import local_tensor
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 from heavylift.sharding import make_mesh, shard_model
 from ranks.llamas import llama_config, save_llama_config
 from ranks.memory import status_bytes

@@ -14,7 +14,7 @@ from torch import nn
 from heavylift.config.schema import ModelConfig, Schedule, StateFormat, Tier
 from heavylift.engine import Engine, StepResult, build_optimizer
 from heavylift.models.load import build_on_meta, load_hf_config, load_weights, materialise
-from heavylift.offload.optimizer import TieredOptions
+from heavylift.offload.options import TieredOptions
 from heavylift.sharding import make_mesh, shard_model
 from ranks.gather import whole
 from ranks.plain import Rows, Trajectory, micro_batches
