@@ -40,6 +40,7 @@ from heavylift.models.loss_head import find_loss_head
 from heavylift.ranks import Ranks
 from heavylift.train.schedules import build_scheduler
 from heavylift.train.setup import prepare_head, prepare_layers
+from heavylift.transfer import to_device
 
 
 def main(argv: list[str] | None = None, machine: MachineMemory | None = None) -> None:
@@ -172,12 +173,12 @@ def train(
 
 def sum_losses(engine: heavylift.Engine, batch: Batch) -> torch.Tensor:
     """Sum of the cross-entropies over the batch's trained tokens, a float32 scalar."""
-    input_ids = batch.input_ids.to(engine.device, non_blocking=True)
+    input_ids = to_device(batch.input_ids, engine.device)
     head = find_loss_head(engine.module)
     if head is not None:
         return head.loss_sum(engine, input_ids, Targets.of(batch.labels, engine.device))
     logits = engine(input_ids=input_ids, use_cache=False).logits
-    return sum_token_losses(logits, batch.labels.to(engine.device, non_blocking=True))
+    return sum_token_losses(logits, to_device(batch.labels, engine.device))
 
 
 def save(
