@@ -45,8 +45,8 @@ class HostScalar:
 
 
 class RankNumbers:
-    """Numbers of all processes, gathered on a stream of their own: not behind the steps of the device's states, which
-    the main stream still has to do when a step is reported."""
+    """Numbers of all processes, gathered on a stream of their own: not behind all that the main stream has been given.
+    (A kernel that is being handed out to the whole device, as the step of its states is, still goes first.)"""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

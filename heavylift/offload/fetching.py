@@ -40,9 +40,10 @@ class GradientSlots:
 class GradientFetch:
     """One part's gradient on its way."""
 
-    def __init__(self, slots: GradientSlots, grads_device: torch.Tensor) -> None:
-        """`grads_device`: flat, held until the copy is done; what wrote it comes before this on the D2H stream."""
+    def __init__(self, slots: GradientSlots, grads_device: torch.Tensor, ready: torch.cuda.Event | None) -> None:
+        """`grads_device`: flat, held until the copy is done, and there behind `ready`."""
         self._slots = slots
+        self._ready = ready
         self._source: torch.Tensor | None = grads_device
         self._slot: torch.Tensor | None = None
         self._event: torch.cuda.Event | None = None
@@ -54,9 +55,12 @@ class GradientFetch:
         self._slot = self._slots.take()
         if self._slot is None:
             return
-        with on_stream(self._slots.streams.d2h):
+        stream = self._slots.streams.fetch
+        with on_stream(stream):
+            if stream is not None and self._ready is not None:
+                stream.wait_event(self._ready)
             self._slot[: self._source.numel()].copy_(self._source, non_blocking=True)
-        self._event = record(self._slots.streams.d2h)
+        self._event = record(stream)
 
     def take(self) -> torch.Tensor:
         """The gradient on the host, flat; blocks until it is there. Valid until `release`."""
@@ -76,24 +80,44 @@ class GradientFetch:
 
 
 class ParamFetch:
-    """The parameters of one part of split states on their way to a staging slot, for its step.
+    """The parameters of one part of split states on their way to a staging slot, for its step or its revision.
 
-    The copy is issued behind the gradient's on the D2H stream, so after the forward that read the last step's
-    parameters. Not for taking a step back: that one's parameters may still be on their way up.
+    `begin` takes the slot in any case: a task that took it later could find it held by the task after it. The copy is
+    issued ahead for a step, whose parameters stay as they are until then, and in `take` for a revision, whose
+    parameters the step before it may still be changing.
     """
 
-    def __init__(self, stepper: PartStepper, part: Part, steps: Sequence[SegmentStep]) -> None:
+    def __init__(
+        self,
+        stepper: PartStepper,
+        part: Part,
+        steps: Sequence[SegmentStep],
+        ready: torch.cuda.Event | None,
+        *,
+        ahead: bool,
+    ) -> None:
+        """`ready`: behind the part's gradient, and so behind the forward that read its last step's parameters."""
         assert part.state_format is StateFormat.SPLIT, f"the masters of {part.group.name} are {part.state_format}"
         assert stepper.ring is not None
         self._stepper, self._ring, self._part, self._steps = stepper, stepper.ring, part, steps
+        self._ready, self._ahead = ready, ahead
         self._slot: Slot | None = None
         self._event: torch.cuda.Event | None = None
 
     def begin(self) -> None:
-        """Issues the copy, once, if there is a free slot."""
+        """Takes a slot, once, if there is a free one."""
         if self._slot is None and self._ring.has_slot:
             self._slot = self._ring.take_slot()
-            self._event = self._stepper.params_to_slot(self._part, self._steps, self._slot)
+            if self._ahead:
+                self._copy(self._slot)
+
+    def _copy(self, slot: Slot) -> None:
+        stream = self._stepper.streams.fetch
+        for event in (slot.free_event, self._ready):
+            if stream is not None and event is not None:
+                stream.wait_event(event)
+        slot.free_event = None
+        self._event = self._stepper.params_to_slot(self._part, self._steps, slot)
 
     def take(self) -> Slot:
         """The slot with the parameters in it, which is the caller's now; blocks until they are there."""
@@ -101,6 +125,8 @@ class ParamFetch:
         # of two slots at most one is held by a task that was prepared and then put back in the order
         assert self._slot is not None, f"no slot is free for {self._part.group.name}"
         slot, self._slot = self._slot, None
+        if not self._ahead:
+            self._copy(slot)
         if self._event is not None:
             self._event.synchronize()
         return slot
@@ -108,7 +134,7 @@ class ParamFetch:
     def release(self) -> None:
         """Nobody wants them: the slot is free behind the copy down."""
         if self._slot is not None:
-            self._slot.free_event = self._event
+            self._slot.free_event = self._event or self._slot.free_event
             self._ring.give_back(self._slot)
             self._slot = None
 

@@ -207,16 +207,16 @@ class OverlappedSteps:
         if state.grads_device is None:
             self._hold_until_copied(state.d2h_event, flat)
         if self._speculating:
-            incoming = self._incoming(host_part, state, state.steps)
+            incoming = self._incoming(host_part, state, ahead=True)
             task = partial(self._speculate, index, host_part, state.steps, incoming, state.d2h_event)
             self._submit(index, host_part, incoming, task)
 
     def _submit(self, place: int, part: Part, incoming: Incoming, task: Callable[[], None]) -> None:
         self._worker_of(part).submit(place, part.group.gate, task, incoming.begin)
 
-    def _incoming(self, part: Part, state: _GroupState, steps: Sequence[SegmentStep] | None) -> Incoming:
-        """Flat gradient of a host part: kept on the host, to be fetched from the device or, if streamed, there. With
-        the `steps` that will be taken also their parameters; None: a step is revised."""
+    def _incoming(self, part: Part, state: _GroupState, *, ahead: bool) -> Incoming:
+        """Flat gradient of a host part: kept on the host, to be fetched from the device or, if streamed, there; and the
+        parameters that are half of its masters. `ahead`: nothing that comes before changes these."""
         if part in self._kept:
             grads: torch.Tensor | GradientFetch = self._kept[part]
         else:
@@ -224,9 +224,11 @@ class OverlappedSteps:
             grads = state.grads_device[part.start : part.stop]
             if not part.streamed:
                 assert self._slots is not None
-                grads = GradientFetch(self._slots, grads)
-        fetches = steps is not None and part.state_format is StateFormat.SPLIT and not part.streamed
-        return Incoming(grads, ParamFetch(self._stepper, part, steps) if fetches and steps is not None else None)
+                grads = GradientFetch(self._slots, grads, state.d2h_event)
+        params = None
+        if part.state_format is StateFormat.SPLIT and not part.streamed:
+            params = ParamFetch(self._stepper, part, state.steps, state.d2h_event, ahead=ahead)
+        return Incoming(grads, params)
 
     def _begin_group(self, group: Group) -> None:
         """Counts the step of the segments with a gradient and takes the hyperparameters as they are now."""
@@ -314,12 +316,12 @@ class OverlappedSteps:
         if self._speculating:
             if not skip and coefficient == 1.0:
                 return
-            incoming = self._incoming(part, state, None)
+            incoming = self._incoming(part, state, ahead=False)
             operation = Operation.UNDO if skip else Operation.CORRECT
             task = partial(self._revise, part, state.steps, incoming, operation, coefficient)
             self._submit(place, part, incoming, task)
         elif not skip:
-            incoming = self._incoming(part, state, steps)
+            incoming = self._incoming(part, state, ahead=True)
             self._submit(place, part, incoming, partial(self._step, part, steps, incoming, state.d2h_event))
 
     # ---- on the worker --------------------------------------------------------------------------------------------

@@ -74,6 +74,9 @@ def scaled(steps: Sequence[SegmentStep], coefficient: float) -> list[SegmentStep
 class Streams:
     """Side streams for the two directions of the bus; None on a machine without CUDA, where copies are immediate.
 
+    `d2h`: gradients, as they come. `fetch`: down, too, what the worker asks for when it is about to step a part: on
+    `d2h` that would come behind gradients that backward, which is issued far ahead, has not computed yet.
+
     Made once: new streams per step would grow the allocator's pools.
     """
 
@@ -81,6 +84,7 @@ class Streams:
         self.device = device
         is_cuda = device.type == "cuda"
         self.d2h = torch.cuda.Stream(device) if is_cuda else None
+        self.fetch = torch.cuda.Stream(device) if is_cuda else None
         self.h2d = torch.cuda.Stream(device) if is_cuda else None
 
     def d2h_after_current(self) -> None:
@@ -95,7 +99,7 @@ class Streams:
 
     def synchronize(self) -> None:
         """Blocks until all copies are done: before their host memory is unlocked."""
-        for stream in (self.d2h, self.h2d):
+        for stream in (self.d2h, self.fetch, self.h2d):
             if stream is not None:
                 stream.synchronize()
 
@@ -131,7 +135,7 @@ class PartStepper:
         coefficient: float = 1.0,
         slot: Slot | None = None,
     ) -> None:
-        """On the CPU; each piece goes up on the H2D stream at once, and the group's gate opens behind the last.
+        """On the CPU; the new parameters go up on the H2D stream, and the group's gate opens behind the last of them.
 
         grads_host: flat [part.numel], float32 or the parameters' dtype, already there. `slot`: of the ring, with the
         parameters in it where the states are `split`; None: it is taken here. May run on any thread.
@@ -141,10 +145,8 @@ class PartStepper:
         if slot is None:
             with self.timeline.measure(Activity.SLOT, name):
                 slot = self.ring.take_slot()
+                slot.wait_until_free()
             if part.state_format is StateFormat.SPLIT:
-                if self.streams.d2h is not None and self.streams.h2d is not None:
-                    # a step that is now revised may still be on its way up
-                    self.streams.d2h.wait_stream(self.streams.h2d)
                 with self.timeline.measure(Activity.FETCH, f"{name} (parameters)"):
                     event = self.params_to_slot(part, steps, slot)
                     if event is not None:
@@ -176,8 +178,8 @@ class PartStepper:
         if stream is not None and copy_function is not None and self.host.sends:
             # in one call: between its pieces this thread would wait for Python's lock, which backward takes often
             send = Send(shards, stream.cuda_stream, copy_function, PIECE_NUMEL)
-            stream.query()  # the first call of the runtime makes its context current on this thread, as the driver asks
-            with self.timeline.measure(Activity.ADAMW, label):
+            with self.timeline.measure(Activity.ADAMW, label), on_stream(stream):
+                stream.query()  # the runtime's first call makes its context current on this thread, as the driver asks
                 apply(operation, self.host, replace(tensors, send=send), hyper, coefficient)
             return
         with self.timeline.measure(Activity.ADAMW, label):
@@ -189,11 +191,15 @@ class PartStepper:
 
     def params_to_slot(self, part: Part, steps: Sequence[SegmentStep], slot: Slot) -> torch.cuda.Event | None:
         """Issues the copies of the parameters, which are half of split masters, down to where the kernel writes their
-        new values. Returns the event behind them."""
-        with on_stream(self.streams.d2h):
+        new values. They begin behind what has been issued up to now: a step that is to be revised may still be on its
+        way up. Returns the event behind them."""
+        streams = self.streams
+        if streams.fetch is not None and streams.h2d is not None:
+            streams.fetch.wait_stream(streams.h2d)
+        with on_stream(streams.fetch):
             for where, shard in _shards(part, steps):
                 slot.param_host[where].copy_(shard, non_blocking=True)
-        return record(self.streams.d2h)
+        return record(streams.fetch)
 
 
 def _shards(

@@ -298,6 +298,8 @@ def copy_to_device() -> int | None:
 
     It copies in the context that is current on the calling thread, from page-locked memory without waiting.
     """
+    if torch.version.hip is not None:
+        return None  # the streams are not that driver's
     try:
         return cast(CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2, c_void_p).value
     except (OSError, AttributeError):
