@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from adamw_helpers import needs_kernel, the_kernel
 
-from heavylift.config.schema import StateFormat
+from heavylift.config.schema import StateFormat, Tier
 from heavylift.offload.adamw import AdamWHyper
 from heavylift.offload.noise import noise_of
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.options import TieredOptions
 from heavylift.offload.quantised import GRIDS, block_scales, encode
 from heavylift.offload.tensors import Send, StepTensors
 
@@ -118,3 +122,60 @@ def test_a_copy_that_fails_is_told() -> None:
     failing = replace(tensors, send=Send(((slice(0, NUMEL), shard),), STREAM, address_of(function), PIECE))
     with the_kernel().pool(1) as pool, pytest.raises(RuntimeError, match="could not be copied to the device: .* 201"):
         the_kernel().adamw_step_(pool, failing, HYPER)
+
+
+class HostStream:
+    """What a step asks of the stream that copies up; its copies are done when they are asked for."""
+
+    cuda_stream = STREAM
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("state_format", list(StateFormat))
+def test_every_parameter_of_a_part_arrives(state_format: StateFormat) -> None:
+    """The way from the optimizer to the copies: a part that begins inside a parameter, two parameter groups, a
+    parameter without gradient between others; beside parts whose parameters are copied as tensors."""
+
+    def run(sends: bool) -> tuple[list[torch.Tensor], int]:
+        generator = torch.Generator().manual_seed(1)
+        sizes = (5000, 1, 70_001, 300, 4097)
+        params = [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in sizes]
+        param_groups = [{"params": params[::2], "lr": 1e-2}, {"params": params[1::2], "lr": 1e-3}]
+        options = TieredOptions(tier=Tier.HOST, ratio=0.9, state_format=state_format, num_threads=2)
+        optimizer = TieredAdamW(param_groups, options=options)
+        num_copies = 0
+
+        def copy(target: int, source: int, num_bytes: int, stream: int) -> int:
+            nonlocal num_copies
+            num_copies += 1
+            ctypes.memmove(target, source, num_bytes)
+            return 0 if stream == STREAM else 1
+
+        function = _TYPE(copy)
+        for index, param in enumerate(params):
+            param.grad = None if index == 3 else torch.randn(param.numel(), generator=generator).bfloat16()
+        [group] = optimizer.groups
+        part = next(part for parts in optimizer.parts for part in parts if part.tier is Tier.HOST)
+        steps = [optimizer._begin_segment(s) for s in group.segments if s.param.grad is not None]
+        if sends:
+            optimizer._stepper.streams.h2d = HostStream()  # type: ignore[assignment]
+        group.gate.close()
+        with (
+            patch("heavylift.offload.stepping.copy_to_device", lambda: address_of(function)),
+            patch("heavylift.offload.stepping.on_stream", lambda _: nullcontext()),
+            patch("heavylift.offload.stepping.PIECE_NUMEL", 32_768),
+        ):
+            optimizer._stepper.step_host_part(part, steps, group.grads()[part.start : part.stop].clone())
+        optimizer._stepper.streams.h2d = None
+        group.gate.wait()
+        optimizer.close()
+        return [param.detach().clone() for param in params], num_copies
+
+    (sent, num_copies), (copied, none) = run(True), run(False)
+    assert none == 0 and num_copies >= 4
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(sent, copied, strict=True))

@@ -58,8 +58,6 @@ def test_pieces_hold_the_values_of_the_whole(state_format: StateFormat) -> None:
     other = trained(state_format, torch.bfloat16)
     other.step()  # without gradients: nothing; the loaded states must replace what two steps left
     with patch("heavylift.offload.states.PIECE_NUMEL", 256):
-        for entry in state["state"].values():
-            assert all(isinstance(tensor, torch.Tensor) for name, tensor in entry.items() if name != "step")
         other.load_state_dict(state)
     twin = trained(state_format, torch.bfloat16)
     twin.load_state_dict(state)
@@ -95,7 +93,7 @@ optimizer.close()
 def test_masters_of_a_large_parameter_are_read_in_little_memory() -> None:
     """At once, 64 million split masters took more than a gigabyte of temporaries; on a full host that is the end."""
     done = subprocess.run(
-        [sys.executable, "-c", PEAK.replace("\\\\", "\\")],
+        [sys.executable, "-c", PEAK],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

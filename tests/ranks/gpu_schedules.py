@@ -8,6 +8,7 @@ done twice to see that they are.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -178,6 +179,9 @@ def long_runs(folder: Path, device: torch.device, num_steps: int = 200) -> list[
             streamed_share=share,
             gradients_on=waits_on,
         )
+        # of the engines before: what goes in the middle of a run would hide as much that stays
+        gc.collect()
+        torch.cuda.empty_cache()
         engine = build(folder, setup, device)
         device_bytes, peak_bytes, host_bytes, locked_bytes = [], [], [], []
         for step in range(num_steps):
