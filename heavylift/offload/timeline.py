@@ -46,7 +46,8 @@ class Activity(StrEnum):
     """A group's states are copied up, stepped on the GPU and copied home. Measured by the thread that issues it, which
     is ahead of the bus by the ring of slots at most."""
     ISSUE = "issue copy"
-    """The copies up are handed to the GPU; on a machine without one, they are done."""
+    """The copies up are handed to the GPU, where the compiled kernel does not do that between its pieces; on a machine
+    without one, they are done."""
 
 
 @dataclass(frozen=True, slots=True)

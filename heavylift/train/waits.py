@@ -40,7 +40,7 @@ class StepWaits:
     slot_s: float
     """The worker waiting for a staging slot, that is, for a copy up."""
     issue_s: float
-    """Issuing the copies up; without a GPU, doing them."""
+    """Issuing the copies up, where the compiled kernel does not (it does beside a GPU); without a GPU, doing them."""
     accumulate_s: float
     """Adding gradients of micro-batches up, on the worker; under `synchronous` with their copies down."""
     gradient_s: float
