@@ -165,13 +165,45 @@ def test_zerooffload_on_a_checkpoint(tmp_path: Path, tiny_llama_copy: Path) -> N
 # ---- what cannot be --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("args", [(), ("offload",), ("superoffload", "four"), ("zerooffload", "0")])
-def test_usage(args: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), "expected superoffload or zerooffload, got ''"),
+        (("offload",), "expected superoffload or zerooffload, got 'offload'"),
+        (("superoffload", "four"), "BATCH_SIZE: expected a whole number from 1, got 'four'"),
+        (("zerooffload", "0"), "BATCH_SIZE: expected a whole number from 1, got '0'"),
+        (("zerooffload", ""), "BATCH_SIZE: expected a whole number from 1, got ''"),
+    ],
+)
+def test_usage(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
     run = finetune(*args, cwd=tmp_path)
     assert run.rc == 2 and run.stdout == ""
-    assert run.stderr.splitlines() == [
-        "usage: finetune.sh superoffload|zerooffload [BATCH_SIZE] [switches of finetune.py]"
-    ]
+    usage = "usage: finetune.sh superoffload|zerooffload [BATCH_SIZE] [switches of finetune.py]"
+    assert run.stderr.splitlines() == [f"error: {said}; {usage}"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        *(({"RATIO": r}, f"RATIO: expected a number from 0 to 1, got '{r}'") for r in ("2", ".5", "1.", "0.", "half")),
+        ({"OUTPUT_DIR": "/proc/no/folder"}, "OUTPUT_DIR: cannot make the folder '/proc/no/folder'"),
+    ],
+)
+def test_what_cannot_become_a_ds_config(env: dict[str, str], said: str, tmp_path: Path) -> None:
+    run = finetune("superoffload", cwd=tmp_path, **env)
+    assert run.rc == 2 and run.stdout == "" and run.stderr == f"error: {said}\n"
+
+
+def test_a_model_of_an_earlier_run_is_told_before_training(tmp_path: Path) -> None:
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    switches = ("--max_length", 64, "--bench_steps", 1, "--save_model")
+    run = finetune("superoffload", 2, *switches, cwd=tmp_path, MODEL=str(SHAPE), OUTPUT_DIR="run")
+    assert run.rc == 2 and run.stdout.count("step:") == 0
+    assert "error: run/model: there already, from an earlier run; move it away, or choose another --output_dir" in (
+        run.stderr
+    )
+    assert list((tmp_path / "run" / "model").iterdir()) == []
 
 
 @pytest.mark.soak

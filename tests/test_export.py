@@ -20,6 +20,7 @@ from safetensors import safe_open
 
 from heavylift.checkpoint.huggingface import save_model
 from heavylift.config.schema import ModelConfig
+from heavylift.errors import UserError
 from heavylift.models.load import build_on_meta, init_random_weights, load_hf_config, load_weights, materialise
 from heavylift.sharding import make_mesh, shard_model
 
@@ -82,6 +83,24 @@ def test_float32_export_is_the_model_in_memory(
     assert ("lm_head.weight" in on_disk) is not tied
     assert all(torch.equal(on_disk[name], weight) for name, weight in result["weights"].items())
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def refused_export_job(folder: Path, out: Path) -> str:
+    """Over a folder that is there."""
+    engine = build(folder, Setup())
+    hf_config = load_hf_config(folder, False)
+    with pytest.raises(UserError) as caught:
+        save_model(engine.module, out, hf_config=hf_config, tokenizer=None, dtype="float32", max_shard_bytes=10**9)
+    return str(caught.value)
+
+
+def test_a_folder_that_is_there_is_left_alone(folders: dict[bool, Path], tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine").write_text("kept")
+    (tmp_path / "model.partial").mkdir()
+    for said in run_on_ranks(2, refused_export_job, folders[True], tmp_path / "model"):
+        assert said == f"{tmp_path / 'model'}: is there already; remove it or choose another folder"
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["mine"]
 
 
 def test_bfloat16_export_is_the_model_rounded(folders: dict[bool, Path], tmp_path: Path) -> None:

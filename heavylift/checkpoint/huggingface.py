@@ -66,10 +66,14 @@ def save_model(
     """Writes `model` as a Hugging Face folder. A collective: all ranks call it; the folder is shared by the ranks.
 
     Tied weights are written once, under their first name. `folder` must not exist; while it is being written it has
-    the name `folder + ".partial"`, which is removed when anything fails. Raises UserError when a file cannot be
-    written (disk full, no permission), on every rank.
+    the name `folder + ".partial"`, which is removed when anything fails. Raises UserError when `folder` is there before
+    anything is written, and when a file cannot be written (disk full, no permission), on every rank.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    there = [folder.exists()]
+    dist.broadcast_object_list(there, src=0)  # the others may see another disk
+    if there[0]:
+        raise UserError(f"{folder}: is there already; remove it or choose another folder")
     partial = folder.with_name(folder.name + ".partial")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)

@@ -46,6 +46,7 @@ from heavylift.transfer import to_device
 def main(argv: list[str] | None = None, machine: MachineMemory | None = None) -> None:
     """Trains as the command line `argv` says, with what `machine` has free; None: what is measured."""
     args = parse_arguments(argv)
+    check_output(args)
     heavylift.init_distributed()
     ranks = Ranks.here()
     say = print if ranks.rank == 0 else _silent
@@ -86,6 +87,18 @@ def main(argv: list[str] | None = None, machine: MachineMemory | None = None) ->
     save(engine, args, recipe, hf_config, tokenizer, say)
     engine.destroy()
     dist.destroy_process_group()
+
+
+def check_output(args: argparse.Namespace) -> None:
+    """Raises UserError where what would be saved after training is there already, from an earlier run."""
+    folder = Path(args.output_dir)
+    wanted = {"model": args.save_model, "checkpoint": args.save_checkpoint}
+    there = [str(folder / name) for name, saves in wanted.items() if saves and (folder / name).exists()]
+    if there:
+        raise UserError(
+            f"{', '.join(there)}: there already, from an earlier run; move it away, or choose another --output_dir "
+            "(finetune.sh: OUTPUT_DIR)"
+        )
 
 
 def _silent(*_: Any, **__: Any) -> None:

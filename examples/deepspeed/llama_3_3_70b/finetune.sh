@@ -24,26 +24,27 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 usage() {
-    echo "usage: finetune.sh superoffload|zerooffload [BATCH_SIZE] [switches of finetune.py]" >&2
+    echo "error: $1; usage: finetune.sh superoffload|zerooffload [BATCH_SIZE] [switches of finetune.py]" >&2
     exit 2
 }
 
 mode=${1:-}
-[[ $mode == superoffload || $mode == zerooffload ]] || usage
+[[ $mode == superoffload || $mode == zerooffload ]] || usage "expected superoffload or zerooffload, got '$mode'"
 shift
 batch_size=4
 if [[ $# -gt 0 && $1 != -* ]]; then
     batch_size=$1
     shift
 fi
-[[ $batch_size =~ ^[1-9][0-9]*$ ]] || usage
+[[ $batch_size =~ ^[1-9][0-9]*$ ]] || usage "BATCH_SIZE: expected a whole number from 1, got '$batch_size'"
 
 model=${MODEL:-$(cd "$here/../../shapes/llama_3_3_70b" && pwd)}
 num_gpus=${NUM_GPUS:-4}
 output_dir=${OUTPUT_DIR:-runs/llama_3_3_70b_$mode}
 ratio=${RATIO:-$([[ $mode == superoffload ]] && echo 0.90 || echo 1.0)}
 [[ -n ${RATIO:-} ]] || set -- --fit_ratio "$@"
-if ! [[ $ratio =~ ^(0|1|0?\.[0-9]+|[01]\.0*|0\.[0-9]*)$ ]]; then
+# as JSON writes numbers: digits on both sides of a point
+if ! [[ $ratio =~ ^(0|1|1\.0+|0\.[0-9]+)$ ]]; then
     echo "error: RATIO: expected a number from 0 to 1, got '$ratio'" >&2
     exit 2
 fi
@@ -54,7 +55,10 @@ else
     placement='"ratio": '$ratio
 fi
 
-mkdir -p "$output_dir"
+if ! mkdir -p "$output_dir" 2> /dev/null; then
+    echo "error: OUTPUT_DIR: cannot make the folder '$output_dir'" >&2
+    exit 2
+fi
 config=$output_dir/ds_config.json
 cat > "$config" <<JSON
 {
