@@ -26,12 +26,14 @@ from heavylift.errors import UserError
 from heavylift.memory.machine import host_available_bytes
 from heavylift.offload import native
 from heavylift.offload.adamw import AdamWHyper, adamw_step_
-from heavylift.offload.native import NativeKernel
+from heavylift.offload.native import NativeKernel, ThreadPool
 from heavylift.offload.tensors import StepTensors
 
 BYTES_PER_PARAM = 3 * 4 * 2 + 2 + 2
 MEMORY_PER_PARAM = 2 * (3 * 4 + 2 + 2) + 4
 """Step and probe have tensors of their own; the gradient is drawn in float32."""
+MAX_THREADS = 1024
+"""As `engine.cpu_threads` takes."""
 HYPER = AdamWHyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=10)
 
 
@@ -87,7 +89,11 @@ def arguments() -> argparse.Namespace:
 
 
 def _counts(text: str) -> list[int]:
-    return [whole_number(count) for count in text.split(",")]
+    counts = [whole_number(count) for count in text.split(",")]
+    for count in counts:
+        if count > MAX_THREADS:
+            raise argparse.ArgumentTypeError(f"expected at most {MAX_THREADS} threads, got {count}")
+    return counts
 
 
 def _doubling(limit: int) -> list[int]:
@@ -108,10 +114,9 @@ def _measure(
     kernel: NativeKernel, tensors: StepTensors, num_threads: int, cpus: list[int], repeats: int
 ) -> dict[str, float]:
     n = tensors.master.numel()
-    pinned = [cpus[t % len(cpus)] for t in range(num_threads)]
     # the probe adds the gradient over and over: on copies, or the step would soon compute with large numbers
     a, b, c, source, out = (t.clone() for t in tensors.named().values())
-    with kernel.pool(num_threads, pinned) as pool:
+    with _pool(kernel, num_threads, cpus) as pool:
         step_s, probe_s = [], []
         for repeat in range(repeats + 1):
             step = _time(lambda: kernel.adamw_step_(pool, tensors, HYPER))
@@ -130,6 +135,14 @@ def _measure(
         "ratio_q1": q1,
         "ratio_q3": q3,
     }
+
+
+def _pool(kernel: NativeKernel, num_threads: int, cpus: list[int]) -> ThreadPool:
+    """Threads spread over `cpus`. Raises UserError where they cannot be started."""
+    try:
+        return kernel.pool(num_threads, [cpus[t % len(cpus)] for t in range(num_threads)])
+    except OSError as error:
+        raise UserError(f"--threads {num_threads}: {error}; give fewer") from None
 
 
 def _time(work: Callable[[], object]) -> float:

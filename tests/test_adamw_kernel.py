@@ -264,6 +264,11 @@ def test_a_cpu_that_is_not_there_is_refused() -> None:
     for cpus in ([0, 10**6], [0, -1]):
         with pytest.raises(OSError, match="could not start 2 threads"):
             the_kernel().pool(2, cpus)
+    with pytest.raises(OSError, match=r"could not start 3 threads on 2 CPUs \(1000000, 1000001\) \("):
+        the_kernel().pool(3, [10**6, 10**6 + 1, 10**6])
+    with pytest.raises(OSError) as caught:
+        the_kernel().pool(500, range(10**6, 10**6 + 500))
+    assert "on 500 CPUs (1000000, 1000001, " in str(caught.value) and len(str(caught.value)) < 200
     assert _thread_cpus() == before
 
 

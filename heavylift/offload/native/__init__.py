@@ -45,6 +45,7 @@ from heavylift.offload.tensors import MOMENTS, StepTensors
 LIBRARY_NAME = "_adamw.so"
 _ABI = 6
 """`hl_abi()` of the library that goes with this file."""
+_CPUS_SHOWN = 8
 
 _log = logging.getLogger(__name__)
 
@@ -123,11 +124,11 @@ class ThreadPool:
 
     def __init__(self, library: CDLL, num_threads: int, cpu_ids: Sequence[int] | None) -> None:
         assert num_threads >= 1, f"a pool needs at least one thread, got {num_threads}"
-        assert cpu_ids is None or len(cpu_ids) == num_threads, f"{num_threads} threads, but CPUs {cpu_ids}"
+        assert cpu_ids is None or len(cpu_ids) == num_threads, f"{num_threads} threads, but {_named(cpu_ids)}"
         cpus = None if cpu_ids is None else (c_int * num_threads)(*cpu_ids)
         handle = library.hl_pool_create(num_threads, cpus)
         if not handle:
-            raise OSError(f"could not start {num_threads} threads on CPUs {cpu_ids or 'any'} (are they allowed here?)")
+            raise OSError(f"could not start {num_threads} threads on {_named(cpu_ids)} (too many, or not allowed here)")
         self._handle: int = handle
         self.num_threads: int = library.hl_pool_num_threads(handle)
         # also runs at interpreter exit; the C side waits for a call that another thread has in progress
@@ -246,6 +247,15 @@ class NativeKernel:
         assert {b.numel(), c.numel(), source.numel(), out.numel()} == {a.numel()}, "the probe's tensors differ in size"
         pointers = [tensor.data_ptr() for tensor in (a, b, c, source, out)]
         self._library.hl_bandwidth_probe(pool.handle, *pointers, a.numel())
+
+
+def _named(cpu_ids: Sequence[int] | None) -> str:
+    """The CPUs in a message: each once, the first few of many."""
+    if cpu_ids is None:
+        return "any CPUs"
+    cpus = list(dict.fromkeys(cpu_ids))
+    shown = ", ".join(map(str, cpus[:_CPUS_SHOWN]))
+    return f"{len(cpus)} CPUs ({shown}{', ...' if len(cpus) > _CPUS_SHOWN else ''})"
 
 
 def _c_tensors(tensors: StepTensors) -> _CTensors:
