@@ -12,7 +12,7 @@ starting are paid once, so a variant costs its steps and the page-locking of its
 processes at the same time, with copies of 256 MB.
 
 Times are those from the end of one `Engine.train_step` to that of the next; rank 0's are written. The weights go on
-from variant to variant: losses are no part of the result.
+from variant to variant: losses are no part of the result. A step has `train.gradient_accumulation_steps` micro-batches.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Batch:
-    """The same random tokens in every step."""
+    """One micro-batch: the same random tokens in every step."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -67,11 +67,15 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_intermixed_args()
     if not 0 <= args.warmup < args.steps:
         parser.error(f"argument --warmup: expected a number from 0 below --steps {args.steps}, got {args.warmup}")
+    seen: dict[TieredOptions, str] = {}
     for variant in args.variants:
         try:
-            options_of(variant, TieredOptions())
+            options = options_of(variant, TieredOptions())
         except ValueError as error:
             parser.error(f"argument --variants: expected device or SHARE:FORMAT:SCHEDULE, got {variant!r}: {error}")
+        if options in seen:
+            parser.error(f"argument --variants: {variant!r} is {seen[options]!r} again; give each variant once")
+        seen[options] = variant
     return args
 
 
@@ -134,16 +138,19 @@ def bus_gb_per_s(device: torch.device) -> dict[str, float]:
     return found
 
 
-def random_batch(run: Run) -> Batch:
-    """This process's tokens."""
+def random_batches(run: Run) -> list[Batch]:
+    """This process's micro-batches of a step, as many as the recipe says. All processes have equally many tokens."""
     generator = torch.Generator().manual_seed(run.ranks.rank)
     size = (run.recipe.train.per_device_train_batch_size, run.recipe.data.cutoff_len)
-    ids = torch.randint(0, int(run.hf_config.vocab_size), size, generator=generator)
-    ids = ids.pin_memory() if run.ranks.device.type == "cuda" else ids
-    return Batch(ids, ids.clone())
+    batches = []
+    for _ in range(run.recipe.train.gradient_accumulation_steps):
+        ids = torch.randint(0, int(run.hf_config.vocab_size), size, generator=generator)
+        ids = ids.pin_memory() if run.ranks.device.type == "cuda" else ids
+        batches.append(Batch(ids, ids.clone()))
+    return batches
 
 
-def measure(run: Run, options: TieredOptions, batch: Batch, num_steps: int, num_warmup: int) -> dict[str, Any]:
+def measure(run: Run, options: TieredOptions, batches: list[Batch], num_steps: int, num_warmup: int) -> dict[str, Any]:
     """Steps of one variant. A collective."""
     train, sharded, device = run.recipe.train, run.engine.sharded, run.ranks.device
     on_gpu = device.type == "cuda"
@@ -160,10 +167,11 @@ def measure(run: Run, options: TieredOptions, batch: Batch, num_steps: int, num_
     engine, watch, steps = Engine(sharded, optimizer, device), WaitWatch(optimizer.worker_threads), []
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
+    num_trained = sum(batch.labels.numel() for batch in batches) * run.ranks.world_size
     dist.barrier()
     start_s = time.perf_counter()
     for step in range(num_steps):
-        engine.train_step([batch], batch.input_ids.numel() * run.ranks.world_size)
+        engine.train_step(batches, num_trained)
         # from the end of one step to that of the next: nothing here makes the device idle between them
         stop_s = time.perf_counter()
         step_s, start_s = stop_s - start_s, stop_s
@@ -188,7 +196,7 @@ def main() -> int:
     args = arguments()
     run = set_up(read_recipe(args))
     check_variants(args.variants, run)
-    base, batch = run.engine.optimizer.options, random_batch(run)
+    base, batches = run.engine.optimizer.options, random_batches(run)
     run.engine.optimizer.close()
     # the run is frozen, its engine is not: nothing else may hold the states of the first optimizer
     run.engine.optimizer = None  # type: ignore[assignment]
@@ -197,6 +205,8 @@ def main() -> int:
         "recipe": args.recipe,
         "overrides": args.overrides,
         "num_processes": run.ranks.world_size,
+        "micro_batches": len(batches),
+        "tokens_per_step": sum(batch.input_ids.numel() for batch in batches) * run.ranks.world_size,
         "ratio": base.ratio,
         "gpu": torch.cuda.get_device_name() if on_gpu else None,
         "torch": torch.__version__,
@@ -207,7 +217,7 @@ def main() -> int:
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
-        found = measure(run, options_of(variant, base), batch, args.steps, args.warmup)
+        found = measure(run, options_of(variant, base), batches, args.steps, args.warmup)
         result["variants"][variant] = found
         if run.ranks.rank == 0:
             print(f"{variant:<24} {found['step_s']:.3f} s, device {found['peak_device_gib']} GiB", flush=True)

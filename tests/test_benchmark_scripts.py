@@ -59,6 +59,40 @@ def test_step_variants_tells_of_a_recipe_in_one_line(tmp_path: Path, random_reci
     assert not (tmp_path / "found.json").exists()
 
 
+SPIED = """
+import sys
+sys.path.insert(0, {folder!r})
+from heavylift.engine import Engine
+import step_variants
+train_step = Engine.train_step
+def spy(self, batches, num_trained_tokens):
+    print("step of", [tuple(batch.labels.shape) for batch in batches], num_trained_tokens, flush=True)
+    distinct = {{batch.input_ids.numpy().tobytes() for batch in batches}}
+    assert len(distinct) == len(batches)
+    return train_step(self, batches, num_trained_tokens)
+Engine.train_step = spy
+step_variants.main()
+"""
+
+
+def test_step_variants_accumulates_as_the_recipe_says(tmp_path: Path, random_recipe: Path) -> None:
+    args = ["--variants", "0:fp32:deferred", "--steps", "2", "--warmup", "0", "--out", "found.json"]
+    args += ["train.gradient_accumulation_steps=3", "train.per_device_train_batch_size=2", "data.num_samples=6"]
+    done = subprocess.run(
+        [sys.executable, "-c", SPIED.format(folder=str(FOLDER)), str(random_recipe), *args],
+        cwd=tmp_path,
+        env=command_env(CUDA_VISIBLE_DEVICES="", XDG_CACHE_HOME=str(tmp_path / "cache")),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [line for line in done.stdout.splitlines() if line.startswith("step of")]
+    assert steps == [f"step of {[(2, 16)] * 3} 96"] * 2
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["micro_batches"], found["tokens_per_step"]) == (3, 96)
+
+
 GOOD = {
     "step_variants": ["r.yaml", "--variants", "device", "--out", "o.json"],
     "cpu_adamw": ["--params", "100", "--repeats", "1"],
@@ -75,9 +109,16 @@ GOOD = {
         ("step_variants", ["--steps", "3"], "argument --warmup: expected a number from 0 below --steps 3, got 3"),
         ("step_variants", ["--variants", "0:fp32"], "argument --variants: expected device or SHARE:FORMAT:SCHEDULE"),
         ("step_variants", ["--variants", "2:fp32:auto"], "argument --variants: expected device or SHARE:FORMAT:SCHED"),
+        (
+            "step_variants",
+            ["--variants", "device,0:fp32:auto,device"],
+            "argument --variants: 'device' is 'device' again",
+        ),
+        ("step_variants", ["--variants", "0:fp32:auto,0.0:fp32:auto"], "argument --variants: '0.0:fp32:auto' is '0:fp"),
         ("step_variants", ["--variant", "device"], "unrecognized arguments: --variant"),
         ("cpu_adamw", ["--params", "0"], "argument --params: expected a whole number from 1, got '0'"),
         ("cpu_adamw", ["--threads", "1,x"], "argument --threads: expected a whole number from 1, got 'x'"),
+        ("cpu_adamw", ["--threads", "1,100000"], "argument --threads: expected at most 1024 threads, got 100000"),
         ("cpu_adamw", ["--out", "."], "argument --out: expected a file, got the folder ."),
         ("compare_deepspeed", ["--cases", "fast"], "--cases: no case fast; choose of"),
         ("compare_deepspeed", ["--nproc", "x"], "argument --nproc: invalid int value: 'x'"),
@@ -103,3 +144,16 @@ def test_cpu_adamw_does_not_begin_what_does_not_fit(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: --params {'9' * 14}: 3352761.3 GiB are needed, ") and line.endswith("; lower it")
+
+
+def test_cpu_adamw_tells_in_one_line_of_threads_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    module: Any = importlib.import_module("cpu_adamw")
+    kernel = module.native.load()
+    if kernel is None:
+        pytest.skip("the native kernel is not built")
+    with pytest.raises(UserError) as caught:
+        module._measure(kernel, module._tensors(64), 700, [10**6, 10**6 + 1], 1)
+    (problem,) = caught.value.problems
+    assert problem.startswith("--threads 700: could not start 700 threads on 2 CPUs (1000000, 1000001)")
+    assert problem.endswith("; give fewer") and "\n" not in problem
