@@ -130,6 +130,25 @@ def test_more_processes_than_samples(refused: Refused, write_recipe: Write) -> N
     assert one(refused(write_recipe(), "--nproc", "9")) == said
     held_out = "launch.nproc: 4 processes, but 2 training samples; use fewer or add data"
     assert one(refused(write_recipe(data={"val_size": 6}), "--nproc", "4")) == held_out
+    last = "launch.nproc: 2 processes, but 1 training sample; use fewer or add data"
+    assert one(refused(write_recipe(data={"val_size": 7}), "--nproc", "2")) == last
+
+
+@pytest.mark.parametrize("command", ["train", "bench"])
+@pytest.mark.parametrize("overrides", [["launch.nproc=1"], ["launch.nproc=2", " launch.nproc = auto "]])
+def test_nproc_given_twice(run_heavylift: Run, write_recipe: Write, command: str, overrides: list[str]) -> None:
+    ended = run_heavylift(command, write_recipe(), "--nproc", "2", *overrides)
+    assert ended.rc == 2 and ended.stdout == ""
+    assert ended.errors == [
+        "command line: launch.nproc: expected one number of processes, got --nproc 2 and "
+        f"launch.nproc={overrides[-1].partition('=')[2].strip()}; remove one of them"
+    ]
+
+
+def test_nproc_given_twice_alike_or_in_the_recipe(refused: Refused, write_recipe: Write) -> None:
+    said = "launch.nproc: 9 processes, but 8 training samples; use fewer or add data"
+    assert one(refused(write_recipe(), "--nproc", "9", "launch.nproc=9")) == said
+    assert one(refused(write_recipe(launch={"nproc": 1}), "--nproc", "9")) == said
 
 
 def test_everything_held_out(refused: Refused, write_recipe: Write) -> None:

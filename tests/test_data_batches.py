@@ -145,6 +145,8 @@ def test_number_of_steps():
 def test_more_processes_than_data():
     with pytest.raises(UserError, match=r"more processes than data: 4 processes share 3 samples; lower launch.nproc"):
         BatchPlan(numbered(3), 1, 1, 4, seed=1)
+    with pytest.raises(UserError, match="2 processes share 1 sample;"):
+        BatchPlan(numbered(1), 1, 1, 2, seed=1)
     BatchPlan(numbered(4), 8, 8, 4, seed=1)
 
 

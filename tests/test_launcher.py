@@ -248,3 +248,6 @@ def test_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cores.default_nproc(recipe_with(3)) == 3
     with pytest.raises(cores.UserError, match=r"launch\.nproc: 5 processes, but 4 visible GPUs"):
         cores.default_nproc(recipe_with(5))
+    monkeypatch.setattr(cores, "gpu_count", lambda: 1)
+    with pytest.raises(cores.UserError, match=r"launch\.nproc: 2 processes, but 1 visible GPU;"):
+        cores.default_nproc(recipe_with(2))

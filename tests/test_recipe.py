@@ -196,6 +196,11 @@ engine:
             "engine.streamed_share: states in state_format int8",
         ),
         (["engine.schedule=immediate"], "engine.schedule: immediate steps are taken before the gradient norm is known"),
+        (
+            ["model.dtype=float32", "engine.state_format=split"],
+            "engine.state_format: state_format split needs bfloat16 parameters, which are half of its masters, and "
+            "model.dtype is float32; set model.dtype to bfloat16, or engine.state_format to fp32",
+        ),
         (["train.warmup_steps=3"], "train.warmup_steps: give warmup_ratio or warmup_steps, not both"),
         (["engine.offload_optimizer=host", "data.val_size=1.5"], "data.val_size: expected a share below 1"),
         (["export.max_shard_size=x"], "export.max_shard_size: expected a size such as"),
@@ -213,6 +218,17 @@ def test_a_conflict_of_file_and_command_line_is_told_at_the_command_line(tmp_pat
     assert problem.startswith("command line: train.max_grad_norm: immediate steps are taken before")
     [problem] = problems(tmp_path, CONFLICTS.replace("0.0", "0.5"), "engine.state_format=int8")
     assert problem.startswith("command line: engine.state_format: states in state_format int8 are not streamed, got")
+
+
+def test_split_states_of_float32_parameters_are_told_with_their_line(tmp_path: Path) -> None:
+    split = CONFLICTS + "  state_format: split\n"
+    load(tmp_path, split)  # dtype auto: known when the run starts
+    load(tmp_path, split, "model.dtype=bfloat16")
+    [problem] = problems(tmp_path, split.replace("model:\n", "model:\n  dtype: float32\n"))
+    number = split.splitlines().index("  state_format: split") + 2
+    assert problem.startswith(f"recipe.yaml:{number}: engine.state_format: state_format split needs bfloat16")
+    [problem] = problems(tmp_path, split, "model.dtype=float32")
+    assert problem.startswith("command line: model.dtype: state_format split needs bfloat16 parameters")
 
 
 def test_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

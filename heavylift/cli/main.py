@@ -31,6 +31,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_NPROC = "launch.nproc"
+
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of user errors too.")]
 
 
@@ -64,8 +66,7 @@ def train(
     """Train as a recipe says: heavylift train RECIPE.yaml train.max_steps=20"""
     from heavylift.cli.train import run_train
 
-    given = [*(overrides or []), *([f"launch.nproc={nproc}"] if nproc is not None else [])]
-    _end(lambda: run_train(recipe, given), debug)
+    _end(lambda: run_train(recipe, _with_nproc(overrides or [], nproc)), debug)
 
 
 @app.command()
@@ -84,8 +85,7 @@ def bench(
     """Time a recipe's steps and write the numbers: heavylift bench RECIPE.yaml engine.ratio=0.9 --name host"""
     from heavylift.cli.bench import run_bench
 
-    given = [*(overrides or []), *([f"launch.nproc={nproc}"] if nproc is not None else [])]
-    _end(lambda: run_bench(recipe, given, warmup, name, out, overwrite), debug)
+    _end(lambda: run_bench(recipe, _with_nproc(overrides or [], nproc), warmup, name, out, overwrite), debug)
 
 
 @app.command()
@@ -165,6 +165,20 @@ def launch(ctx: typer.Context) -> None:
     from heavylift.cli.launch import run_launch
 
     _end(lambda: run_launch(ctx.args), debug=False)
+
+
+def _with_nproc(overrides: list[str], nproc: int | None) -> list[str]:
+    """The overrides and `--nproc`, which is one more. Raises UserError where they give the key another value: which of
+    the two came later is not known here."""
+    if nproc is None:
+        return overrides
+    given = [text.strip() for name, _, text in (one.partition("=") for one in overrides) if name.strip() == _NPROC]
+    if given and given[-1] != str(nproc):
+        raise UserError(
+            f"command line: {_NPROC}: expected one number of processes, got --nproc {nproc} and {_NPROC}={given[-1]}; "
+            "remove one of them"
+        )
+    return [*overrides, f"{_NPROC}={nproc}"]
 
 
 def _end(command: Callable[[], int], debug: bool) -> None:

@@ -21,6 +21,7 @@ from heavylift.config.model_folder import (
 from heavylift.config.packages import missing_package
 from heavylift.config.run_folder import check_output_dir, nearest_parent
 from heavylift.config.schema import Recipe
+from heavylift.config.words import counted
 from heavylift.errors import UserError
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -60,7 +61,8 @@ def check_processes(recipe: Recipe, num_samples: int, nproc: int) -> None:
         raise UserError(f"data.val_size: {val} holds out all {num_samples} samples; choose a smaller one")
     left = num_samples - num_val
     if nproc > left:
-        raise UserError(f"launch.nproc: {nproc} processes, but {left} training samples; use fewer or add data")
+        samples = counted(left, "training sample")
+        raise UserError(f"launch.nproc: {nproc} processes, but {samples}; use fewer or add data")
 
 
 class _Problems:

@@ -270,7 +270,7 @@ class EngineConfig(Section):
     offload_optimizer: Annotated[Tier, BeforeValidator(_tier_synonyms)] = Tier.DEVICE
     """Where the optimizer states live: `device` or `host` (DeepSpeed's `none` and `cpu` are understood)."""
     ratio: Annotated[Float, Field(ge=0, le=1)] | Literal["auto"] = 1.0
-    """With `offload_optimizer: host`: share of the optimizer states that goes to the host, to the byte. `auto`: what
+    """With `offload_optimizer: host`: share of the optimizer states that goes to the host, to the element. `auto`: what
     the device has no room for."""
     schedule: Schedule = Schedule.AUTO
     """When the step of the host tier runs: `synchronous` after backward; `deferred` beside the next forward;
@@ -384,6 +384,14 @@ class Recipe(Section):
                 "engine.schedule to speculative, deferred or auto",
                 "engine.schedule",
                 "train.max_grad_norm",
+            )
+        if self.engine.state_format is StateFormat.SPLIT and self.model.dtype == "float32":
+            # what `auto` is on this machine is known, and checked, when the run starts
+            raise Conflict(
+                "state_format split needs bfloat16 parameters, which are half of its masters, and model.dtype is "
+                "float32; set model.dtype to bfloat16, or engine.state_format to fp32",
+                "engine.state_format",
+                "model.dtype",
             )
         self._check_host_tier()
         return self

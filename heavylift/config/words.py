@@ -61,6 +61,11 @@ def named(name: str) -> str:
     return name if name.isprintable() and len(name) <= 60 else shown(name)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 sample`, `2 samples`: for nouns whose plural has an s."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word closest to a mistyped one, or None."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

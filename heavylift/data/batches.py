@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from heavylift.config.words import counted
 from heavylift.data.samples import STREAM_EPOCH, SampleSet, permutation
 from heavylift.errors import UserError
 
@@ -63,7 +64,7 @@ class BatchPlan:
             assert number >= 1, (len(samples), micro_batch_size, accumulation, world_size, pad_to_multiple_of)
         if seed is not None and len(samples) < world_size:
             raise UserError(
-                f"more processes than data: {world_size} processes share {len(samples)} samples; "
+                f"more processes than data: {world_size} processes share {counted(len(samples), 'sample')}; "
                 "lower launch.nproc, or add data (or lower data.val_size)"
             )
         self.samples = samples

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from heavylift.config.schema import Recipe
+from heavylift.config.words import counted
 from heavylift.errors import UserError
 from heavylift.launch.binding import place_of_rank
 from heavylift.launch.placement import parse_places
@@ -68,6 +69,8 @@ def default_nproc(recipe: Recipe) -> int:
     asked, gpus = requested_nproc(recipe), gpu_count()
     if asked is not None:
         if gpus and asked > gpus:
-            raise UserError(f"launch.nproc: {asked} processes, but {gpus} visible GPUs; use at most one per GPU")
+            raise UserError(
+                f"launch.nproc: {asked} processes, but {counted(gpus, 'visible GPU')}; use at most one per GPU"
+            )
         return asked
     return gpus or min(2, num_usable_cores())

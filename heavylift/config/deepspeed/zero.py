@@ -40,7 +40,7 @@ class OffloadOptimizer(Block):
     pipeline_write: Annotated[Switch, no_effect(_DISK, agrees=(False,))] = False
     fast_init: Annotated[Switch, no_effect(_DISK, agrees=(False,))] = False
     ratio: Annotated[
-        Number, Field(ge=0, le=1), done("Share of the optimizer states on the host, to the byte, in every stage.")
+        Number, Field(ge=0, le=1), done("Share of the optimizer states on the host, to the element, in every stage.")
     ] = 1.0
     super_offload: Annotated[
         Switch,
