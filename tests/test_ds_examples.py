@@ -1,4 +1,4 @@
-"""The programs of examples/deepspeed, launched as their first lines say, in miniature."""
+"""The 70B program of examples/deepspeed, launched as its first lines say, in miniature."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Finished, command_env, heavylift_command
+from conftest import Finished, command_env
 
 from heavylift.config.schema import DataConfig, ModelConfig, Recipe, TrainConfig
 from heavylift.data.batches import BatchPlan
@@ -27,7 +27,6 @@ from heavylift.train.schedules import lr_multiplier
 
 ROOT = Path(__file__).parent.parent
 LLAMA = ROOT / "examples" / "deepspeed" / "llama_3_3_70b"
-SIMPLE = ROOT / "examples" / "deepspeed" / "simple_model"
 DATA = ROOT / "examples" / "data" / "alpaca_small.jsonl"
 SHAPE = ROOT / "examples" / "shapes" / "tiny_llama"
 BATCH, SEED = 2, 42
@@ -440,26 +439,3 @@ def test_the_programs_words_are_those_of_its_switches_and_scripts() -> None:
     assert words.in_own_words(said) == (
         "lower --max_length, or --num_train_epochs. Not engine.ratios, a/data.dataset or data.dataset.json"
     )
-
-
-# ---- the model of one's own ------------------------------------------------------------------------------------------
-
-
-def test_simple_model(tmp_path: Path) -> None:
-    command = [*heavylift_command(), "launch", "--num_gpus", "2", str(SIMPLE / "train.py"), "--deepspeed"]
-    command += ["--deepspeed_config", str(SIMPLE / "ds_config.json"), "--steps", "60"]
-    run = subprocess.run(command, cwd=tmp_path, env=command_env(), capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    losses = [float(value) for value in re.findall(r"^step \d+  loss (\S+)", run.stdout, re.MULTILINE)]
-    assert len(losses) == 7 and losses[-1] < 0.2 * losses[0]
-    assert re.findall(r"loss scale (\S+)", run.stdout)[-1] == "65536"
-
-
-def test_simple_model_takes_both_branches() -> None:
-    module = load(SIMPLE / "train.py")
-    rows = module.make_dataset(0).tensors[0].float()
-    means = rows.reshape(-1, 16, 4, module.WIDTH).mean(dim=(2, 3))  # steps of 16 micro-batches of 4 rows
-    takes_rare = means > module.RARE_ABOVE
-    assert takes_rare.any() and not takes_rare.all()
-    # in some steps no rank and no micro-batch uses the rare expert
-    assert (~takes_rare.any(dim=1)).any()

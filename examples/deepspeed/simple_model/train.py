@@ -11,7 +11,10 @@ The loss falls to a few percent of the first one.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -54,14 +57,28 @@ def make_dataset(seed: int) -> Dataset[tuple[Tensor, ...]]:
     return TensorDataset(x.half(), y.half())
 
 
-def main() -> None:
-    """Trains as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+class Parser(argparse.ArgumentParser):
+    """A slip on the command line ends as every other: one line, of one rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise heavylift.UserError(f"{message} (--help shows all)")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
     args = heavylift.add_config_arguments(parser).parse_args()
+    if args.steps < 1:
+        parser.error(f"argument --steps: expected a whole number from 1, got {args.steps}")
+    return args
 
+
+def main() -> None:
+    """Trains as the command line says."""
+    args = parse_arguments()
     torch.manual_seed(args.seed)
     heavylift.checkpointing.configure(None, deepspeed_config=args.deepspeed_config)
     engine, _, loader, _ = heavylift.initialize(args=args, model=Net(), training_data=make_dataset(args.seed))
@@ -91,6 +108,8 @@ if __name__ == "__main__":
     try:
         main()
     except heavylift.UserError as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(20)  # one voice: the launcher ends this rank as soon as rank 0 has spoken
         for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+            print(f"error: {problem}", file=sys.stderr, flush=True)
         sys.exit(2)
