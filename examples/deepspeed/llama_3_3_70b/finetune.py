@@ -225,7 +225,7 @@ if __name__ == "__main__":
         main()
     except UserError as error:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(3)  # one voice: the launcher ends this rank as soon as rank 0 has spoken
+            time.sleep(20)  # one voice: the launcher ends this rank as soon as rank 0 has spoken
         for problem in error.problems:
             print(f"error: {in_own_words(problem)}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USER_ERROR)
