@@ -163,8 +163,13 @@ def dropped_engine_job(folder: Path, setup: Setup) -> tuple[bool, int]:
     optimizer: weakref.ref[TieredAdamW] = weakref.ref(engine.optimizer)
     (new,) = set(worker_threads()) - before
     del engine
-    gc.collect()
-    new.join(10)  # it may have a step to end; one more collection lets go of what that held
+    # the thread may have a step to end, which holds the optimizer: only a collection after that lets go of it, and only
+    # then does the thread learn that nothing more will come
+    for _ in range(100):
+        gc.collect()
+        new.join(0.1)
+        if not new.is_alive():
+            break
     gc.collect()
     return optimizer() is not None, len(set(worker_threads()) - before)
 
