@@ -145,7 +145,6 @@ def random_batches(run: Run) -> list[Batch]:
     batches = []
     for _ in range(run.recipe.train.gradient_accumulation_steps):
         ids = torch.randint(0, int(run.hf_config.vocab_size), size, generator=generator)
-        ids = ids.pin_memory() if run.ranks.device.type == "cuda" else ids
         batches.append(Batch(ids, ids.clone()))
     return batches
 

@@ -26,9 +26,14 @@ class CountingKernel(PlainKernel):
     def __init__(self) -> None:
         self.calls: list[tuple[AdamWHyper, int]] = []
 
-    def step_all(self, tensors: Sequence[StepTensors], hyper: AdamWHyper) -> None:
-        self.calls.append((hyper, len(tensors)))
-        super().step_all(tensors, hyper)
+    def prepare_all(self, tensors: Sequence[StepTensors]) -> Callable[[AdamWHyper], None]:
+        step = super().prepare_all(tensors)
+
+        def counted(hyper: AdamWHyper) -> None:
+            self.calls.append((hyper, len(tensors)))
+            step(hyper)
+
+        return counted
 
 
 @pytest.fixture

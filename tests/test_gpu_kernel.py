@@ -123,7 +123,7 @@ def test_steps_of_a_table_equal_single_steps(
         rows = _rows(state_format, grad_dtype, out_dtype)
         one_by_one, plain = _copies(rows), _copies(rows)
         for _ in range(2):
-            FusedGpuKernel().step_all(rows, hyper)
+            FusedGpuKernel().prepare_all(rows)(hyper)
             for single, specified in zip(one_by_one, plain, strict=True):
                 FusedGpuKernel().step(single, hyper)
                 adamw_step_(specified, hyper)
@@ -142,7 +142,7 @@ def test_tables_of_any_length(num_rows: int) -> None:
     before = _copies(rows)
     one_by_one = _copies(rows)
     hyper = HYPERS["decay and clip"]
-    FusedGpuKernel().step_all(rows, hyper)
+    FusedGpuKernel().prepare_all(rows)(hyper)
     for single in one_by_one:
         FusedGpuKernel().step(single, hyper)
     _assert_all_same(rows, one_by_one)
@@ -164,7 +164,7 @@ def test_a_table_of_different_formats_and_dtypes() -> None:
         rows.append(replace(row, state_format=StateFormat.BF16, noise=noise, **moments))
     one_by_one = _copies(rows)
     hyper = HYPERS["decay and clip"]
-    FusedGpuKernel().step_all(rows, hyper)
+    FusedGpuKernel().prepare_all(rows)(hyper)
     for single in one_by_one:
         FusedGpuKernel().step(single, hyper)
     _assert_all_same(rows, one_by_one)

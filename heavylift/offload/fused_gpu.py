@@ -128,15 +128,11 @@ class FusedGpuKernel(PlainKernel):
             chunk = _UNPACKED_ELEMENTS
             for_each_chunk(tensors, chunk, chunk, lambda part: self._launch_step(part, s))
 
-    def step_all(self, tensors: Sequence[StepTensors], hyper: AdamWHyper) -> None:
-        """The same as `step` of each, in one launch; runs on the current stream of their common device.
+    def prepare_all(self, tensors: Sequence[StepTensors]) -> Callable[[AdamWHyper], None]:
+        """The tables go up on the current stream of their common device: what is left is one launch.
 
         Several launches where dtypes, formats or alignment differ; one by one in formats that must be unpacked.
         """
-        self.prepare_all(tensors)(hyper)
-
-    def prepare_all(self, tensors: Sequence[StepTensors]) -> Callable[[AdamWHyper], None]:
-        """The tables, on their way to the device: what is left is a launch."""
         unpacked = [one for one in tensors if one.state_format not in _READ_IN_PLACE]
         calls = _calls(one for one in tensors if one.state_format in _READ_IN_PLACE)
         tables = [_Table.of(rows, call) for call, rows in calls.items()]
@@ -175,14 +171,7 @@ class FusedGpuKernel(PlainKernel):
             tensors.grad,
             tensors.param_out,
             numel,
-            s.grad_scale,
-            s.decay,
-            s.one_minus_beta1,
-            s.beta2,
-            s.one_minus_beta2,
-            s.bias2_sqrt,
-            s.eps,
-            s.neg_step_size,
+            *_factors(s),
             UPDATE=s.update,
             SPLIT=tensors.state_format is StateFormat.SPLIT,
             BLOCK=_BLOCK,
@@ -195,14 +184,7 @@ class FusedGpuKernel(PlainKernel):
         adamw_table_kernel[(table.num_programs,)](
             table.columns,
             len(table.rows),
-            s.grad_scale,
-            s.decay,
-            s.one_minus_beta1,
-            s.beta2,
-            s.one_minus_beta2,
-            s.bias2_sqrt,
-            s.eps,
-            s.neg_step_size,
+            *_factors(s),
             GRAD=_TRITON_DTYPES[call.grad],
             PARAM=_TRITON_DTYPES[call.param],
             SEARCH_STEPS=(len(table.rows) - 1).bit_length(),
@@ -244,6 +226,20 @@ class FusedGpuKernel(PlainKernel):
             num_warps=8,
             enable_fp_fusion=False,
         )
+
+
+def _factors(s: AdamWScalars) -> tuple[float, ...]:
+    """As both kernels of a step take them."""
+    return (
+        s.grad_scale,
+        s.decay,
+        s.one_minus_beta1,
+        s.beta2,
+        s.one_minus_beta2,
+        s.bias2_sqrt,
+        s.eps,
+        s.neg_step_size,
+    )
 
 
 _READ_IN_PLACE = (StateFormat.FP32, StateFormat.SPLIT)

@@ -27,12 +27,10 @@ class Kernel(Protocol):
     def step(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """One AdamW step in place. See `adamw_step_`."""
 
-    def step_all(self, tensors: Sequence[StepTensors], hyper: AdamWHyper) -> None:
-        """`step` of each, with the same bits: one call where calls are dear. None of them overlap."""
-
     def prepare_all(self, tensors: Sequence[StepTensors]) -> Callable[[AdamWHyper], None]:
-        """`step_all` for who knows the tensors before the hyperparameters: does what can be done by now and returns the
-        rest, to be called once, while the current stream is the same."""
+        """`step` of each, with the same bits, in as few calls as may be: none of them overlap. Does what can be done
+        before the hyperparameters are known and returns the rest, to be called once, while the current stream is the
+        same."""
 
     def correct(self, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """Makes of the step just done the one with `coefficient` (0 to 1) times the gradient. See `adamw_correct_`."""
@@ -59,14 +57,9 @@ class PlainKernel:
         """See `adamw_step_`."""
         adamw_step_(tensors, hyper)
 
-    def step_all(self, tensors: Sequence[StepTensors], hyper: AdamWHyper) -> None:
-        """One after the other."""
-        for one in tensors:
-            self.step(one, hyper)
-
     def prepare_all(self, tensors: Sequence[StepTensors]) -> Callable[[AdamWHyper], None]:
-        """Nothing can."""
-        return partial(self.step_all, tensors)
+        """One after the other; nothing can be done before."""
+        return partial(_step_each, self, tensors)
 
     def correct(self, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """See `adamw_correct_`."""
@@ -100,14 +93,9 @@ class NativeKernel:
         """See `adamw_step_`."""
         self._library.adamw_step_(self._pool, tensors, hyper)
 
-    def step_all(self, tensors: Sequence[StepTensors], hyper: AdamWHyper) -> None:
-        """One after the other."""
-        for one in tensors:
-            self.step(one, hyper)
-
     def prepare_all(self, tensors: Sequence[StepTensors]) -> Callable[[AdamWHyper], None]:
-        """Nothing can."""
-        return partial(self.step_all, tensors)
+        """One after the other; nothing can be done before."""
+        return partial(_step_each, self, tensors)
 
     def correct(self, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
         """See `adamw_correct_`."""
@@ -128,6 +116,11 @@ class NativeKernel:
     def close(self) -> None:
         """Joins the threads."""
         self._pool.close()
+
+
+def _step_each(kernel: Kernel, tensors: Sequence[StepTensors], hyper: AdamWHyper) -> None:
+    for one in tensors:
+        kernel.step(one, hyper)
 
 
 def host_kernel(use_native: bool, num_threads: int, cpu_ids: Sequence[int] | None = None) -> Kernel:
