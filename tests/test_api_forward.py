@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,6 +76,31 @@ def test_autocast_compiled_layers_and_several_losses() -> None:
     apart, together = results["together False"], results["together True"]
     assert all(torch.allclose(apart[n], together[n], atol=1e-7) for n in together)
     assert not torch.equal(together["left.weight"], dict(make_branches().named_parameters())["left.weight"])
+
+
+def compiled_before_job() -> dict[str, Any]:
+    """Layers that their owner compiled whole, hooks and all, as the 70B program does on a GPU."""
+    results: dict[str, Any] = {}
+    for compiles in (False, True):
+        model = make_llama()
+        if compiles:
+            for layer in model.model.layers:
+                layer.compile(backend="eager", fullgraph=True)
+        profiled = {"flops_profiler": {"enabled": True, "profile_step": 2}, "wall_clock_breakdown": True}
+        config = ds_config(Case("llama", 3, "cpu"), dist.get_world_size(), **profiled)
+        engine, *_ = heavylift.initialize(model=model, config=config)
+        results[f"compiled {compiles}"] = train(engine, "llama", "fp32", 1)
+        foreign = nn.Linear(5, 1)(torch.ones(5)).sum()
+        results["foreign"] = message_of(partial(engine.backward, foreign))
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layers_compiled_whole_before_initialize(ranks: int) -> None:
+    results = run_on_ranks(ranks, compiled_before_job)[0]
+    assert results["compiled True"].losses == results["compiled False"].losses
+    assert "depends on no trained parameter" in results["foreign"]
 
 
 class Methods(nn.Module):

@@ -89,6 +89,8 @@ def test_on_a_gpu_the_program_does_not_wait_and_nothing_is_too_early() -> None:
     busy = torch.cuda.Event()
     source, number = torch.arange(1000), HostScalar(device)
     late = torch.zeros((), device=device)
+    # once: page-locking a new block, and the first call of a kernel, may wait for the device
+    number.send(to_device(source, device).float().sum().add_(7.0))
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
     busy.record()

@@ -41,6 +41,8 @@ class LossSource:
         ]
 
         def hook(module: nn.Module, args: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # `layer.compile()` traces hooks too; the graph it makes hides its parameters anyway
             for owner, name in places:
                 param = owner._parameters[name]
                 assert param is not None, name
