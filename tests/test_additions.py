@@ -18,7 +18,8 @@ from ranks.sharded import Setup, build, take_step
 from heavylift.config.schema import Schedule
 from heavylift.offload.additions import HostAdditions
 from heavylift.offload.kernels import PlainKernel
-from heavylift.offload.stepping import PartStepper, Streams
+from heavylift.offload.stepping import PartStepper
+from heavylift.offload.streams import Streams
 from heavylift.offload.timeline import Activity, Timeline
 from heavylift.offload.worker import Worker
 from heavylift.train.waits import WaitWatch

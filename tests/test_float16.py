@@ -25,7 +25,7 @@ from heavylift.engine import Engine
 from heavylift.offload.adamw import AdamWHyper
 from heavylift.offload.optimizer import TieredAdamW
 from heavylift.offload.options import TieredOptions
-from heavylift.offload.stepping import Operation
+from heavylift.offload.pieces import Operation
 from heavylift.offload.tensors import StepTensors
 
 STEPS = make_steps(4, VOCAB)

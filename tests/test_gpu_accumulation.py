@@ -10,7 +10,8 @@ import torch
 
 from heavylift.offload.additions import HostAdditions
 from heavylift.offload.kernels import PlainKernel
-from heavylift.offload.stepping import PartStepper, Streams
+from heavylift.offload.stepping import PartStepper
+from heavylift.offload.streams import Streams
 from heavylift.offload.tiers import HostSlab, TierUsage
 from heavylift.offload.timeline import Timeline
 from heavylift.offload.worker import Worker

@@ -274,8 +274,12 @@ def test_ten_steps_of_states_streamed_through_the_device(state_format: StateForm
 
 @pytest.mark.parametrize("gradients_on", [Tier.HOST, Tier.DEVICE])
 @pytest.mark.parametrize("state_format", list(StateFormat))
-def test_ten_steps_whose_parameters_the_compiled_kernel_sends(state_format: StateFormat, gradients_on: Tier) -> None:
-    """As the optimizer does it: several pieces, two groups, one cut between the tiers; beside a run without a GPU."""
+@pytest.mark.parametrize("schedule", [Schedule.SYNCHRONOUS, Schedule.DEFERRED])
+def test_ten_steps_piece_by_piece(
+    state_format: StateFormat, gradients_on: Tier, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the optimizer does it: several pieces, two groups, one cut between the tiers. By the compiled kernel, by its
+    plain twin, and without a GPU."""
     from heavylift.offload.groups import make_group
     from heavylift.offload.optimizer import TieredAdamW
     from heavylift.offload.options import TieredOptions
@@ -283,24 +287,26 @@ def test_ten_steps_whose_parameters_the_compiled_kernel_sends(state_format: Stat
     generator = torch.Generator().manual_seed(1)
     start = [torch.randn(shape, generator=generator).bfloat16() for shape in ((1000, 333), (50_001,), (64, 64))]
     runs = []
-    for device in ("cpu", "cuda"):
+    monkeypatch.setattr("heavylift.offload.staging.PIECE_NUMEL", 65_536)
+    for device, plain in (("cpu", False), ("cuda", False), ("cuda", True)):
+        if plain:
+            monkeypatch.setattr("heavylift.offload.pieces.cuda_driver", lambda: None)
         params = [torch.nn.Parameter(t.to(device).clone()) for t in start]
-        options = TieredOptions(Tier.HOST, 0.9, Schedule.DEFERRED, max_grad_norm=0.5, num_threads=2)
+        options = TieredOptions(Tier.HOST, 0.9, schedule, max_grad_norm=0.5, num_threads=2)
         options = replace(options, state_format=state_format, gradients_on=gradients_on)
         groups = [make_group("first", [("a", params[0])]), make_group("second", [("b", params[1]), ("c", params[2])])]
         gathered = [group for group in groups if group is not None]
         optimizer = TieredAdamW(params, lr=1e-2, weight_decay=0.1, options=options, groups=gathered)
         grads = torch.Generator().manual_seed(2)
-        with patch("heavylift.offload.stepping.PIECE_NUMEL", 65_536):
-            for _ in range(10):
-                loss = sum((p * torch.randn(p.shape, generator=grads).to(device, torch.bfloat16)).sum() for p in params)
-                loss.backward()
-                optimizer.step()
-            state = optimizer.state_dict()["state"]
+        for _ in range(10):
+            loss = sum((p * torch.randn(p.shape, generator=grads).to(device, torch.bfloat16)).sum() for p in params)
+            loss.backward()
+            optimizer.step()
+        state = optimizer.state_dict()["state"]
         runs.append([p.detach().cpu() for p in params] + [t.cpu() for e in state.values() for t in e.values()])
         optimizer.close()
-    for by_host, by_gpu in zip(*runs, strict=True):
-        assert torch.equal(by_host, by_gpu)
+    for by_host, by_kernel, plainly in zip(*runs, strict=True):
+        assert torch.equal(by_host, by_kernel) and torch.equal(by_host, plainly)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

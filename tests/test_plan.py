@@ -74,9 +74,14 @@ def test_the_estimate_is_near_what_was_measured_and_not_below(
 
 def test_staging_is_what_was_measured() -> None:
     """Page-locked bytes are exact: nothing is estimated there."""
-    plan = llama_8b(2).plan(TieredOptions(tier=Tier.HOST, ratio=0.9, schedule=Schedule.AUTO), MEASURED)
+    options = TieredOptions(tier=Tier.HOST, ratio=0.9, schedule=Schedule.AUTO)
+    plan = llama_8b(2).plan(options, MEASURED)
     found = json.loads((RESULTS / COMPARISON).read_text())["cases"]["heavylift-host90-calm"]["pinned_gib"]
-    assert 2 * plan.pinned_bytes / GIB == pytest.approx(found, rel=1e-4)
+    # then the ring had two places for the parameters of the largest group, embedding or head, now it has a few pieces
+    largest = 128256 * 4096 // 2
+    size = options.ring_size([largest], [], torch.bfloat16)
+    assert size is not None and size.num_bytes == 4 * 2**20 * 2
+    assert 2 * (plan.pinned_bytes - size.num_bytes + 2 * largest * 2) / GIB == pytest.approx(found, rel=1e-4)
 
 
 # ---- activations ----------------------------------------------------------------------------------------------------

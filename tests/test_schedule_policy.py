@@ -16,8 +16,8 @@ from ranks.sharded import Setup, build, take_step
 
 from heavylift.config.schema import Schedule, Tier
 from heavylift.offload.options import TieredOptions
+from heavylift.offload.pieces import Operation
 from heavylift.offload.policy import CALM_SHARE, CALM_STEPS, SchedulePolicy
-from heavylift.offload.stepping import Operation
 
 STEPS = make_steps(8, VOCAB)
 

@@ -28,7 +28,7 @@ from ranks.schedules import (
 )
 from ranks.sharded import Setup, build
 
-from heavylift.offload.stepping import Operation
+from heavylift.offload.pieces import Operation
 
 STEPS = make_steps(8, VOCAB)
 BAD_STEP = 2

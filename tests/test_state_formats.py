@@ -37,7 +37,7 @@ from heavylift.offload.kernels import Kernel, PlainKernel, host_kernel
 from heavylift.offload.noise import noise_bits, noise_of, round_stochastically
 from heavylift.offload.optimizer import TieredAdamW
 from heavylift.offload.options import TieredOptions
-from heavylift.offload.stepping import Operation
+from heavylift.offload.pieces import Operation
 from heavylift.offload.tensors import StepTensors
 
 STEPS = make_steps(5, VOCAB)

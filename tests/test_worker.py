@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,25 +55,6 @@ def test_the_worker_turns_to_forward_order_and_keeps_each_groups_own() -> None:
     worker.drain()
     worker.close()
     assert done == [(3, "first"), (0, "step"), (1, "step"), (1, "correct"), (2, "step")]
-
-
-def test_the_next_task_is_prepared_before_the_one_at_hand_is_done() -> None:
-    done: list[str] = []
-    worker, start = Worker(torch.device("cpu"), Timeline()), threading.Event()
-    gates = [Gate() for _ in range(3)]
-
-    def task(index: int) -> None:
-        start.wait()
-        done.append(f"run {index}")
-        gates[index].open(None)
-
-    for index in range(3):
-        worker.submit(index, gates[index], partial(task, index), partial(done.append, f"prepare {index}"))
-    start.set()
-    worker.drain()
-    worker.close()
-    # the first may have begun before there was a second
-    assert done[0] == "prepare 0" and done.index("prepare 2") < done.index("run 1") < done.index("run 2")
 
 
 def test_a_failed_task_opens_all_gates_with_its_error() -> None:

@@ -282,7 +282,7 @@ class EngineConfig(Section):
     in 8 bits with a scale per 256)."""
     gradients_on: Tier = Tier.HOST
     """Where gradients wait until the CPU steps them: `host`, copied as they come (2 bytes of memory per parameter),
-    or `device`, copied when it is their turn (2 bytes of device memory, which activations have left by then)."""
+    or `device`, copied as they are stepped (2 bytes of device memory, which activations have left by then)."""
     streamed_share: Annotated[Float, Field(ge=0, le=1)] = 0.0
     """Share of the host's optimizer states that the GPU steps instead of the CPU: they travel over the bus and back,
     while gradients stay on the GPU. The same results to the bit. Not with `state_format: int8`."""

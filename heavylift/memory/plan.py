@@ -18,10 +18,8 @@ from heavylift.config.schema import Tier
 from heavylift.errors import UserError
 from heavylift.memory.machine import MachineMemory
 from heavylift.memory.peak import GroupLoad, find_peak
-from heavylift.offload.optimizer import NUM_STAGING_SLOTS
 from heavylift.offload.options import TieredOptions
 from heavylift.offload.overlap import MAX_COPYING, kept_gradient_bytes
-from heavylift.offload.staging import StagingRing
 from heavylift.offload.states import kept_dtypes, part_layout
 from heavylift.offload.streamed import slot_bytes
 from heavylift.offload.tiers import choose_streamed, least_streamed_share, place, whole_pages
@@ -115,11 +113,9 @@ def make_plan(
     streamed = [n for n, on_bus in zip(host_numels, chosen, strict=True) if n and on_bus]
     device_state_bytes, host_state_bytes = _state_bytes(trained, device_numels, chosen, options)
     pinned_bytes = sum(load.host_bytes for load in loads)
-    # gradients that are added up come down for streamed parts too
-    staged = [*by_cpu, *streamed] if options.accumulate else by_cpu
-    if staged:
-        grad_dtype = options.staging_grad_dtype(dtype)
-        pinned_bytes += whole_pages(StagingRing.num_bytes(NUM_STAGING_SLOTS, max(staged), dtype, grad_dtype))
+    ring_size = options.ring_size(by_cpu, streamed, dtype)
+    if ring_size is not None:
+        pinned_bytes += whole_pages(ring_size.num_bytes)
     if any(host_numels) and options.keeps_gradients:
         pinned_bytes += whole_pages(kept_gradient_bytes(by_cpu, dtype, len(numels), options.gradients_on))
     # what the CPU steps leaves the device in backward, unless it shall not or a part of the group is stepped there

@@ -21,7 +21,8 @@ from functools import partial
 import torch
 
 from heavylift.offload.gates import Gate
-from heavylift.offload.stepping import PartStepper, on_stream, record
+from heavylift.offload.stepping import PartStepper
+from heavylift.offload.streams import on_stream, record
 from heavylift.offload.timeline import Activity
 from heavylift.offload.worker import Worker
 

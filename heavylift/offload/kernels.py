@@ -21,8 +21,8 @@ class Kernel(Protocol):
     """What the optimizer asks of a tier's arithmetic. All tensors lie on that tier."""
 
     @property
-    def sends(self) -> bool:
-        """Whether it does what `StepTensors.send` says."""
+    def copies(self) -> bool:
+        """Whether it does what `StepTensors.traffic` says."""
 
     def step(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """One AdamW step in place. See `adamw_step_`."""
@@ -51,7 +51,7 @@ class Kernel(Protocol):
 class PlainKernel:
     """The specification itself, on any device."""
 
-    sends = False
+    copies = False
 
     def step(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """See `adamw_step_`."""
@@ -87,7 +87,7 @@ class NativeKernel:
     def __init__(self, library: native.NativeKernel, num_threads: int, cpu_ids: Sequence[int] | None) -> None:
         self._library = library
         self._pool = library.pool(num_threads, cpu_ids)
-        self.sends = True
+        self.copies = True
 
     def step(self, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """See `adamw_step_`."""

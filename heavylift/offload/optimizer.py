@@ -1,7 +1,7 @@
 """TieredAdamW: AdamW whose states live on the device and the host tier, as a `torch.optim.Optimizer`.
 
-One step: norm of all gradients -> per group, in forward order: gradient D2H -> step on its tier -> updated shard H2D
--> the group's gate opens. The device parts step where they lie, all groups' at once.
+One step: norm of all gradients -> per group, in forward order, piece by piece: gradient D2H -> step on its tier ->
+updated shard H2D; then the group's gate opens. The device parts step where they lie, all groups' at once.
 
 `_step_now` is the synchronous step: it begins when backward has ended, and when it returns the current stream sees
 every updated shard. It is the specification that the schedules of `heavylift.offload.overlap` must equal.
@@ -31,12 +31,11 @@ from heavylift.offload.policy import SchedulePolicy
 from heavylift.offload.staging import StagingRing
 from heavylift.offload.state_dict import load_optimizer_state, optimizer_state_dict
 from heavylift.offload.states import Part, allocate_parts
-from heavylift.offload.stepping import PartStepper, SegmentStep, Streams, on_stream, scaled
+from heavylift.offload.stepping import PartStepper, SegmentStep, scaled
 from heavylift.offload.streamed import StreamedSteps
+from heavylift.offload.streams import Streams
 from heavylift.offload.tiers import TierUsage, place
-from heavylift.offload.timeline import Activity, Timeline
-
-NUM_STAGING_SLOTS = 2  # the copy back of one group overlaps the step of the next
+from heavylift.offload.timeline import Timeline
 
 
 class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
@@ -134,18 +133,14 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         self._follow_parameters()
 
     def _allocate_ring(self, device: torch.device) -> StagingRing | None:
-        # gradients that are accumulated come down for streamed parts too
-        staged = self.options.accumulate
-        host_parts = [p for parts in self.parts for p in parts if p.tier is Tier.HOST and (staged or not p.streamed)]
-        numel = max((part.numel for part in host_parts), default=0)
-        if numel == 0:
+        host_parts = [part for parts in self.parts for part in parts if part.tier is Tier.HOST]
+        if not host_parts:
             return None
         dtypes = {group.dtype for group in self.groups}
         assert len(dtypes) == 1, f"one ring serves groups of one dtype, got {dtypes}"
-        dtype = dtypes.pop()
-        grad_dtype = self.options.staging_grad_dtype(dtype)
-        pinned = device.type == "cuda"
-        return StagingRing.allocate(NUM_STAGING_SLOTS, numel, dtype, grad_dtype, pinned=pinned, usage=self.usage)
+        by_cpu, streamed = ([p.numel for p in host_parts if p.streamed is kind] for kind in (False, True))
+        size = self.options.ring_size(by_cpu, streamed, dtypes.pop())
+        return None if size is None else StagingRing(size, device, self.usage)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, at construction only: the states are laid out once."""
@@ -200,7 +195,7 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
             for step in (step for steps in steps_of.values() for step in steps):
                 step.segment.num_steps -= 1
         else:
-            self._stepper.streams.h2d_after_current()
+            self._stepper.streams.step_after_current()
             if self._streamed is not None:
                 self._streamed.after_current()
             for group, parts in zip(self.groups, self.parts, strict=True):
@@ -216,29 +211,15 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         for part in parts:
             if part.tier is Tier.DEVICE:
                 continue
+            grads = group.grads()[part.start : part.stop] if part.accumulator is None else None
+            group.gate.close()
             if part.streamed:
                 assert self._streamed is not None
-                grads = None if part.accumulator is not None else group.grads()[part.start : part.stop]
-                group.gate.close()
                 self._streamed.run(part, steps, grads)
                 continue
-            grads = part.accumulator if part.accumulator is not None else self._grads_to_host(part)
-            group.gate.close()
+            grads = part.accumulator if grads is None else grads
+            assert grads is not None
             self._stepper.step_host_part(part, steps, grads)
-
-    def _grads_to_host(self, part: Part) -> torch.Tensor:
-        """Brings the part's gradients into staging, in one copy where they lie in one buffer, and waits for them."""
-        assert self._stepper.ring is not None
-        grads_host = self._stepper.ring.grads_host(part.numel)
-        streams = self._stepper.streams
-        flat = part.group.grads()
-        streams.d2h_after_current()
-        with self.timeline.measure(Activity.GRADIENT, part.group.name):
-            with on_stream(streams.d2h):
-                grads_host.copy_(flat[part.start : part.stop], non_blocking=True)
-            if streams.d2h is not None:
-                streams.d2h.synchronize()
-        return grads_host
 
     def _gradient_sums(self) -> torch.Tensor:
         """Sum of squares of each group's gradient, float64 [groups]."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from heavylift.config.schema import Schedule, StateFormat, Tier
+from heavylift.offload.staging import RingSize
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,12 @@ class TieredOptions:
         """Whether the reduced gradients of the host tier wait for their step one by one, as they come in backward."""
         return self.overlapped and not self.accumulate
 
-    def staging_grad_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        """In what dtype gradients pass through a staging slot; None where they do not."""
-        if self.accumulate:
-            return torch.float32
-        return None if self.keeps_gradients else dtype
+    def ring_size(self, by_cpu: Sequence[int], streamed: Sequence[int], dtype: torch.dtype) -> RingSize | None:
+        """What the staging ring holds; None where nothing passes through. `by_cpu`: elements of the host parts that the
+        CPU steps; `streamed`: of those that the GPU does; `dtype`: of the parameters."""
+        # gradients that are added up come down for streamed parts too
+        numel = max((*by_cpu, *(streamed if self.accumulate else ())), default=0)
+        if numel == 0:
+            return None
+        fetches_grads = not self.accumulate and (not self.overlapped or self.gradients_on is Tier.DEVICE)
+        return RingSize(numel, dtype, len(by_cpu) > 0, fetches_grads, self.accumulate)

@@ -9,9 +9,9 @@
         speculative, skip            worker: takes every step back
 
 A gradient that stays on the device (`TieredOptions.gradients_on`) and parameters that are half of `split` masters come
-down to a slot when the worker gets to them, or to the group before (`heavylift.offload.fetching`). What the worker does
-for a streamed part is to issue it, from the gradient on the device (`heavylift.offload.streamed`); a second thread
-does, so that bus and CPU work side by side.
+down piece by piece as the worker steps them (`heavylift.offload.staging`). What the worker does for a streamed part is
+to issue it, from the gradient on the device (`heavylift.offload.streamed`); a second thread does, so that bus and CPU
+work side by side.
 
 `deferred` equals the synchronous step bit for bit. `speculative` does where clipping does not strike; where it does,
 see `heavylift.offload.correction` for how close it comes. The device tier is stepped in step(), exactly, always.
@@ -30,15 +30,16 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from heavylift.config.schema import StateFormat, Tier
+from heavylift.config.schema import Tier
 from heavylift.offload.device_steps import DeviceSteps
-from heavylift.offload.fetching import NUM_SLOTS, GradientFetch, GradientSlots, Incoming, ParamFetch
 from heavylift.offload.groups import Group, Segment
 from heavylift.offload.hooks import listen_to_gradients
 from heavylift.offload.options import TieredOptions
+from heavylift.offload.pieces import Operation
 from heavylift.offload.states import Part
-from heavylift.offload.stepping import Operation, PartStepper, SegmentStep, on_stream, record, scaled
+from heavylift.offload.stepping import PartStepper, SegmentStep, scaled
 from heavylift.offload.streamed import StreamedSteps
+from heavylift.offload.streams import on_stream, record
 from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
 from heavylift.offload.timeline import Activity
 from heavylift.offload.worker import Worker
@@ -68,13 +69,10 @@ class _GroupState:
 
 
 def kept_gradient_bytes(by_cpu: Sequence[int], dtype: torch.dtype, num_groups: int, gradients_on: Tier) -> int:
-    """Page-locked bytes for gradients, and a sum of squares for each group. `by_cpu`: elements of the host parts that
-    the CPU steps: all of them are kept or, on the device, pass through two slots."""
-    if gradients_on is Tier.HOST:
-        gradients = sum(aligned_bytes(numel, dtype) for numel in by_cpu)
-    else:
-        gradients = NUM_SLOTS * aligned_bytes(max(by_cpu, default=0), dtype)
-    return gradients + aligned_bytes(num_groups, torch.float64)
+    """Page-locked bytes for gradients kept on the host, and a sum of squares for each group. `by_cpu`: elements of the
+    host parts that the CPU steps."""
+    kept = by_cpu if gradients_on is Tier.HOST else ()
+    return sum(aligned_bytes(numel, dtype) for numel in kept) + aligned_bytes(num_groups, torch.float64)
 
 
 class OverlappedSteps:
@@ -115,7 +113,6 @@ class OverlappedSteps:
         """Sum of squares of each group's gradient."""
         self._kept: dict[Part, torch.Tensor] = {}
         """Gradients on the host, of parts whose gradients are copied as they come."""
-        self._slots: GradientSlots | None = None
         self._slab: HostSlab | None = None
         self._hooks: list[RemovableHandle] = []
         if not options.keeps_gradients:
@@ -131,11 +128,7 @@ class OverlappedSteps:
         self._sums_host = self._slab.take(len(self._groups), torch.float64)
         if gradients_on is Tier.HOST:
             self._kept = {part: self._slab.take(part.numel, dtype) for part in host_parts}
-            places = list(self._kept.values())
-        else:
-            places = [self._slab.take(max(numels, default=0), dtype) for _ in range(NUM_SLOTS)]
-            self._slots = GradientSlots(places, self._stepper.streams)
-        for place in places:
+        for place in self._kept.values():
             place.zero_()  # touch every page now: memory that is not there must fail before training
 
     def _worker_of(self, part: Part) -> Worker:
@@ -207,28 +200,16 @@ class OverlappedSteps:
         if state.grads_device is None:
             self._hold_until_copied(state.d2h_event, flat)
         if self._speculating:
-            incoming = self._incoming(host_part, state, ahead=True)
-            task = partial(self._speculate, index, host_part, state.steps, incoming, state.d2h_event)
-            self._submit(index, host_part, incoming, task)
+            grads = self._grads_of(host_part, state)
+            task = partial(self._speculate, index, host_part, state.steps, grads, state.d2h_event)
+            self._worker_of(host_part).submit(index, group.gate, task)
 
-    def _submit(self, place: int, part: Part, incoming: Incoming, task: Callable[[], None]) -> None:
-        self._worker_of(part).submit(place, part.group.gate, task, incoming.begin)
-
-    def _incoming(self, part: Part, state: _GroupState, *, ahead: bool) -> Incoming:
-        """Flat gradient of a host part: kept on the host, to be fetched from the device or, if streamed, there; and the
-        parameters that are half of its masters. `ahead`: nothing that comes before changes these."""
+    def _grads_of(self, part: Part, state: _GroupState) -> torch.Tensor:
+        """Flat gradient of a host part: kept on the host, or on the device until it is stepped."""
         if part in self._kept:
-            grads: torch.Tensor | GradientFetch = self._kept[part]
-        else:
-            assert state.grads_device is not None
-            grads = state.grads_device[part.start : part.stop]
-            if not part.streamed:
-                assert self._slots is not None
-                grads = GradientFetch(self._slots, grads, state.d2h_event)
-        params = None
-        if part.state_format is StateFormat.SPLIT and not part.streamed:
-            params = ParamFetch(self._stepper, part, state.steps, state.d2h_event, ahead=ahead)
-        return Incoming(grads, params)
+            return self._kept[part]
+        assert state.grads_device is not None
+        return state.grads_device[part.start : part.stop]
 
     def _begin_group(self, group: Group) -> None:
         """Counts the step of the segments with a gradient and takes the hyperparameters as they are now."""
@@ -313,24 +294,25 @@ class OverlappedSteps:
     def _finish_host_part(
         self, place: int, part: Part, state: _GroupState, steps: list[SegmentStep], coefficient: float, skip: bool
     ) -> None:
-        if self._speculating:
-            if not skip and coefficient == 1.0:
+        grads = self._grads_of(part, state)
+        if not self._speculating:
+            if skip:
                 return
-            incoming = self._incoming(part, state, ahead=False)
+            task = partial(self._step, part, steps, grads, state.d2h_event)
+        elif skip or coefficient != 1.0:
             operation = Operation.UNDO if skip else Operation.CORRECT
-            task = partial(self._revise, part, state.steps, incoming, operation, coefficient)
-            self._submit(place, part, incoming, task)
-        elif not skip:
-            incoming = self._incoming(part, state, ahead=True)
-            self._submit(place, part, incoming, partial(self._step, part, steps, incoming, state.d2h_event))
+            task = partial(self._revise, part, state.steps, grads, operation, coefficient)
+        else:
+            return
+        self._worker_of(part).submit(place, part.group.gate, task)
 
     # ---- on the worker --------------------------------------------------------------------------------------------
 
     def _step(
-        self, part: Part, steps: Sequence[SegmentStep], incoming: Incoming, d2h_event: torch.cuda.Event | None
+        self, part: Part, steps: Sequence[SegmentStep], grads: torch.Tensor, d2h_event: torch.cuda.Event | None
     ) -> None:
         self._wait_for_gradient(part, d2h_event)
-        self._run_host(part, steps, incoming, Operation.STEP, 1.0)
+        self._run_host(part, steps, grads, Operation.STEP, 1.0)
 
     def _wait_for_gradient(self, part: Part, d2h_event: torch.cuda.Event | None) -> None:
         if d2h_event is not None:
@@ -342,33 +324,31 @@ class OverlappedSteps:
         index: int,
         part: Part,
         steps: Sequence[SegmentStep],
-        incoming: Incoming,
+        grads: torch.Tensor,
         d2h_event: torch.cuda.Event | None,
     ) -> None:
         self._wait_for_gradient(part, d2h_event)
         if not self._may_speculate(float(self._sums_host[index])):
             self._unstepped.add(part)
-            incoming.release()
             part.group.gate.open(None)
             return
-        self._run_host(part, steps, incoming, Operation.STEP, 1.0)
+        self._run_host(part, steps, grads, Operation.STEP, 1.0)
 
     def _revise(
         self,
         part: Part,
         steps: Sequence[SegmentStep],
-        incoming: Incoming,
+        grads: torch.Tensor,
         operation: Operation,
         coefficient: float,
     ) -> None:
         if part not in self._unstepped:
-            self._run_host(part, steps, incoming, operation, coefficient)
+            self._run_host(part, steps, grads, operation, coefficient)
             return
         self._unstepped.discard(part)
         if operation is Operation.CORRECT:
-            self._run_host(part, scaled(steps, coefficient), incoming, Operation.STEP, 1.0)
+            self._run_host(part, scaled(steps, coefficient), grads, Operation.STEP, 1.0)
         else:
-            incoming.release()
             part.group.gate.open(None)
 
     def _may_speculate(self, sum_squares: float) -> bool:
@@ -382,24 +362,18 @@ class OverlappedSteps:
         self,
         part: Part,
         steps: Sequence[SegmentStep],
-        incoming: Incoming | None,
+        grads: torch.Tensor | None,
         operation: Operation,
         coefficient: float,
     ) -> None:
-        """`incoming`: the part's gradient, of a streamed one on the device, and what else; None: its accumulator."""
+        """`grads`: the part's gradient, of a streamed one on the device; None: its accumulator."""
         if part.streamed:
-            grads = None if incoming is None else incoming.grads
-            assert self._streamed is not None and not isinstance(grads, GradientFetch)
+            assert self._streamed is not None
             self._streamed.run(part, steps, grads, operation, coefficient)
             return
-        if incoming is None:
-            assert part.accumulator is not None
-            self._stepper.step_host_part(part, steps, part.accumulator, operation, coefficient)
-            return
-        with self._stepper.timeline.measure(Activity.FETCH, part.group.name):
-            grads_host, slot = incoming.take()
-        self._stepper.step_host_part(part, steps, grads_host, operation, coefficient, slot)
-        incoming.release()
+        grads = part.accumulator if grads is None else grads
+        assert grads is not None
+        self._stepper.step_host_part(part, steps, grads, operation, coefficient)
 
     # ---- with gradient accumulation -------------------------------------------------------------------------------
 

@@ -1,19 +1,30 @@
 """Page-locked staging between the tiers, bounded whatever the size of the model.
 
-`param_host` slots: updated shards leave the host from here. `grad_host`: where the synchronous step and
-gradient accumulation bring reduced gradients down, one host part at a time. (Overlapped schedules keep all gradients
-of a step instead: `heavylift.offload.overlap`.)
+A host part is stepped piece by piece through the places of a ring: gradients that lie on the device, and parameters
+that are half of split masters, come down into one, and the new parameters leave from there. A place is used again
+before the processor's last-level cache has lost it, so this traffic need not go through the host's memory, which is
+what limits a step: 20 of 26 bytes per parameter are left with `split` states. Small copies also leave gaps: a copy
+engine serves one stream until nothing more of it is ready, and FSDP2's small tables for gathering and scattering go up
+in the compute stream, which stands still for as long as copies of other streams take in one go.
+
+Accumulation has a place of its own, for the float32 gradients of one host part. (Overlapped schedules may keep all
+gradients of a step on the host instead: `heavylift.offload.overlap`.)
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from heavylift.offload.quantised import BLOCK
 from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
+
+PIECE_NUMEL = 2**20
+"""Elements of a piece: copies of 40 microseconds, several times as long apart."""
+NUM_SLOTS = 4
+"""Pieces on their way down, being stepped and on their way up at one time."""
 
 
 @dataclass(eq=False)
@@ -21,72 +32,93 @@ class Slot:
     """One place of the ring."""
 
     param_host: torch.Tensor
-    """Updated shard of a host part, flat, in the dtype of the parameters."""
-    free_event: torch.cuda.Event | None = None
-    """Recorded behind the copy that last read `param_host`; the slot is filled again only after it."""
+    """Parameters of a piece, flat, in their dtype."""
+    grad_host: torch.Tensor | None
+    """Its gradients, in the parameters' dtype; None where they lie on the host already."""
+    fetched: torch.cuda.Event | None
+    """Behind the copies down into this place."""
+    sent: torch.cuda.Event | None
+    """Behind the last copy up out of it: it is filled again only after that."""
 
-    def wait_until_free(self) -> None:
-        """Blocks until the copy out of this slot is done."""
-        if self.free_event is not None:
-            self.free_event.synchronize()
-            self.free_event = None
+
+@dataclass(frozen=True)
+class RingSize:
+    """What a ring has to hold, from which its bytes follow: the plan and the ring itself ask here."""
+
+    numel: int
+    """Elements of the largest host part that passes through."""
+    dtype: torch.dtype
+    """Of the parameters and their gradients."""
+    steps: bool
+    """Whether the CPU steps anything: else gradients that are added up come down here, and nothing else."""
+    fetches_grads: bool
+    """Whether gradients come down piece by piece."""
+    accumulates: bool
+    """Whether gradients come down to be added up, in float32."""
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements of a place: whole blocks of codes."""
+        return min(PIECE_NUMEL, -(-self.numel // BLOCK) * BLOCK)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of everything."""
+        places = NUM_SLOTS * (1 + self.fetches_grads) if self.steps else 0
+        accumulated = aligned_bytes(self.numel, torch.float32) if self.accumulates else 0
+        return places * aligned_bytes(self.piece_numel, self.dtype) + accumulated
 
 
 class StagingRing:
-    """Slots, the one that was given back first is handed out first, and one place for gradients."""
+    """Places handed out in turn, and one for gradients that are added up."""
 
-    def __init__(self, slots: Sequence[Slot], grad_host: torch.Tensor | None, slab: HostSlab) -> None:
-        self._free = deque(slots)
-        self._grad_host = grad_host
-        self._slab = slab
+    def __init__(self, size: RingSize, device: torch.device, usage: TierUsage) -> None:
+        """Page-locked where `device`, which copies to and from it, is a GPU."""
+        is_cuda = device.type == "cuda"
+        self._slab = HostSlab(size.num_bytes, pinned=is_cuda, usage=usage)
+        self.piece_numel = size.piece_numel
 
-    @staticmethod
-    def num_bytes(num_slots: int, numel: int, dtype: torch.dtype, grad_dtype: torch.dtype | None) -> int:
-        """Bytes of a ring for host parts of at most `numel` elements."""
-        grad_bytes = 0 if grad_dtype is None else aligned_bytes(numel, grad_dtype)
-        return num_slots * aligned_bytes(numel, dtype) + grad_bytes
+        def take(wanted: bool, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+            # touch every page now: memory that is not there must fail before training
+            return self._slab.take(numel, dtype).zero_() if wanted else None
 
-    @classmethod
-    def allocate(
-        cls,
-        num_slots: int,
-        numel: int,
-        dtype: torch.dtype,
-        grad_dtype: torch.dtype | None,
-        *,
-        pinned: bool,
-        usage: TierUsage,
-    ) -> StagingRing:
-        """A ring for host parts of at most `numel` elements; `pinned` where a GPU copies to and from it.
-
-        `grad_dtype`: in what dtype gradients come down through here; None where they do not.
-        """
-        slab = HostSlab(cls.num_bytes(num_slots, numel, dtype, grad_dtype), pinned=pinned, usage=usage)
-        slots = [Slot(slab.take(numel, dtype)) for _ in range(num_slots)]
-        grad_host = None if grad_dtype is None else slab.take(numel, grad_dtype)
-        for tensor in (*(slot.param_host for slot in slots), *(() if grad_host is None else (grad_host,))):
-            tensor.zero_()
-        return cls(slots, grad_host, slab)
-
-    def grads_host(self, numel: int) -> torch.Tensor:
-        """Place for `numel` gradient elements. The caller must be done with what it put here before."""
-        assert self._grad_host is not None, "this ring was made without room for gradients"
-        return self._grad_host[:numel]
+        self.slots: Sequence[Slot] = []
+        for _ in range(NUM_SLOTS if size.steps else 0):
+            param_host = take(True, size.piece_numel, size.dtype)
+            assert param_host is not None
+            grad_host = take(size.fetches_grads, size.piece_numel, size.dtype)
+            self.slots.append(Slot(param_host, grad_host, _event(is_cuda), _event(is_cuda)))
+        self._accumulated = take(size.accumulates, size.numel, torch.float32)
+        self._next = 0
 
     @property
-    def has_slot(self) -> bool:
-        """Whether there is one to take."""
-        return bool(self._free)
+    def next_index(self) -> int:
+        """Of the place whose turn is next."""
+        return self._next
 
-    def take_slot(self) -> Slot:
-        """A slot to be written behind its `free_event`. Give it back."""
-        assert self._free, "all slots have been taken"
-        return self._free.popleft()
+    def take(self) -> Slot:
+        """The place whose turn it is."""
+        slot = self.slots[self._next]
+        self.skip(1)
+        return slot
 
-    def give_back(self, slot: Slot) -> None:
-        """All copies out of it have been issued, and `free_event` is behind them."""
-        self._free.append(slot)
+    def skip(self, num_pieces: int) -> None:
+        """So many pieces have passed through."""
+        self._next = (self._next + num_pieces) % len(self.slots)
+
+    def grads_host(self, numel: int) -> torch.Tensor:
+        """Place for `numel` gradient elements, float32. The caller must be done with what it put here before."""
+        assert self._accumulated is not None, "this ring was made without room for gradients"
+        return self._accumulated[:numel]
 
     def close(self) -> None:
         """Unlocks the pages."""
         self._slab.close()
+
+
+def _event(is_cuda: bool) -> torch.cuda.Event | None:
+    if not is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record()  # before it has a handle, which the compiled kernel wants
+    return event

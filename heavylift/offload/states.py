@@ -87,7 +87,7 @@ class Part:
         return slice(where.start + offset, where.stop + offset)
 
     def step_tensors(
-        self, where: slice, grad: torch.Tensor, param_out: torch.Tensor, first: Segment, step: int
+        self, where: slice, grad: torch.Tensor, param_out: torch.Tensor | None, first: Segment, step: int
     ) -> StepTensors:
         """The states of a range of the part beside its gradient and where the new parameters go, flat and as long.
 

@@ -26,8 +26,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from heavylift.offload.kernels import Kernel
+from heavylift.offload.pieces import Operation, apply
 from heavylift.offload.states import Part
-from heavylift.offload.stepping import Operation, SegmentStep, apply, on_stream, record
+from heavylift.offload.stepping import SegmentStep
+from heavylift.offload.streams import on_stream, record
 from heavylift.offload.tiers import TierUsage
 from heavylift.offload.timeline import Activity, Timeline
 

@@ -1,4 +1,4 @@
-"""The tensors of one step, as they travel from the optimizer to the kernels."""
+"""The tensors of one step, as they travel from the optimizer to the kernels, and where they come from."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from heavylift.config.schema import StateFormat
+from heavylift.offload.cuda_driver import Driver
 from heavylift.offload.noise import Noise
 from heavylift.offload.quantised import BLOCK, num_blocks
+from heavylift.offload.staging import StagingRing
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -17,18 +19,27 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, *LOW_PRECISION)
 
 
-@dataclass(frozen=True)
-class Send:
-    """Where the compiled kernel sends new parameters as soon as a piece of them is computed."""
+@dataclass(eq=False)
+class Traffic:
+    """What the compiled kernel brings down and sends up by itself while it steps a range, piece by piece.
+
+    Then `StepTensors.grad` is where the gradients lie, be it the device, and `param_out` is None: new parameters are
+    written to the places of the ring.
+    """
 
     shards: tuple[tuple[slice, Tensor], ...]
-    """Ranges of `param_out`, each with the flat tensor on the device, as long and of its dtype, that it goes to."""
-    stream_handle: int
-    """Of the CUDA stream that copies."""
-    copy_function: int
-    """The address of a function like the CUDA driver's cuMemcpyHtoDAsync."""
-    piece_numel: int
-    """Elements that go together; a multiple of the blocks that `int8` shares a scale in."""
+    """Ranges, each with the flat tensor on the device, as long, that its new parameters go to."""
+    fetches_grads: bool
+    """The gradients lie on the device."""
+    fetches_params: bool
+    """The parameters before the step come down first: they are half of split masters."""
+    ring: StagingRing
+    driver: Driver
+    down_handle: int
+    """Of the CUDA stream that copies down; `up_handle` copies up."""
+    up_handle: int
+    starved_s: float = 0.0
+    """Set by the kernel: seconds in which there was nothing to step, because it had not come yet."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +61,8 @@ class StepTensors:
     """What rounds moments of `bf16` and `int8`; None with formats that need no rounding."""
     scales: tuple[Tensor, Tensor] | None = None
     """Of the blocks of exp_avg and exp_avg_sq, float32 [num_blocks(n)]; None with formats other than `int8`."""
-    send: Send | None = None
-    """Understood by the compiled kernel alone (`heavylift.offload.kernels.Kernel.sends`)."""
+    traffic: Traffic | None = None
+    """Understood by the compiled kernel alone (`heavylift.offload.kernels.Kernel.copies`)."""
 
     def named(self) -> dict[str, Tensor]:
         """The tensors that are there, by name, but for `scales`."""

@@ -35,19 +35,19 @@ class Activity(StrEnum):
     ACCUMULATE = "accumulate"
     """A gradient is added to the sum on the host: on the worker, or with its copy down inside backward."""
     SLOT = "wait for slot"
-    """On the worker: for the copy up that last used the staging slot. In the training loop's thread: for the addition
-    of the gradient that is still in the slot."""
+    """On the worker, without the compiled kernel: for the copy up that last used the place in the ring. In the training
+    loop's thread: for the addition of the gradient that is still in the slot."""
     ADAMW = "adamw"
     """The CPU kernel: a step, a correction or an undoing."""
     FETCH = "copy down"
-    """On the worker: what stays on the device until its turn comes, gradients or parameters that are half of split
-    masters."""
+    """The CPU has nothing to step, as it is still on its way down: gradients that stay on the device until their turn
+    comes, parameters that are half of split masters. Beside a GPU also for a free place in the ring."""
     STREAM = "streamed step"
     """A group's states are copied up, stepped on the GPU and copied home. Measured by the thread that issues it, which
     is ahead of the bus by the ring of slots at most."""
     ISSUE = "issue copy"
-    """The copies up are handed to the GPU, where the compiled kernel does not do that between its pieces; on a machine
-    without one, they are done."""
+    """The copies up are handed to the GPU, where the compiled kernel does not do that itself; on a machine without one,
+    they are done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,10 @@ class Timeline:
         # appending and popping at the ends of a deque are atomic
         self._ranges: deque[Range] = deque(maxlen=MAX_RANGES)
 
-    def add(self, activity: Activity, label: str, start_s: float) -> None:
-        """A range from `start_s` (`time.perf_counter()`) to now, of the calling thread."""
-        self._ranges.append(Range(activity, label, start_s, time.perf_counter(), threading.get_native_id()))
+    def add(self, activity: Activity, label: str, start_s: float, stop_s: float | None = None) -> None:
+        """A range of the calling thread, from `start_s` to `stop_s` (`time.perf_counter()`; None: now)."""
+        stop_s = time.perf_counter() if stop_s is None else stop_s
+        self._ranges.append(Range(activity, label, start_s, stop_s, threading.get_native_id()))
 
     @contextmanager
     def measure(self, activity: Activity, label: str = "") -> Iterator[None]:

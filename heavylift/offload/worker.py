@@ -33,8 +33,6 @@ class _Task:
     """The group's place in the forward order."""
     gate: Gate
     run: Callable[[], None]
-    prepare: Callable[[], None]
-    """Begins what `run` will wait for; called again and again, by the worker alone."""
 
 
 class _Queue:
@@ -54,19 +52,10 @@ class _Queue:
             self.changed.wait_for(lambda: self.waiting or self.closed)
             return self.waiting.pop(0) if self.waiting else None
 
-    def following(self) -> _Task | None:
-        """The task that is next, if there is one already."""
-        with self.changed:
-            return self.waiting[0] if self.waiting else None
-
     def do(self, task: _Task) -> None:
         """Does a task, or only opens its gate where one before it failed."""
         try:
             if self.error is None:
-                task.prepare()
-                if (following := self.following()) is not None:
-                    following.prepare()
-                    del following
                 task.run()
         except BaseException as error:  # told to the main thread, which ends the run
             self.error = error
@@ -130,11 +119,8 @@ class Worker:
         """The operating system's id of the thread."""
         weakref.finalize(self, self._queue.close)
 
-    def submit(
-        self, place: int, gate: Gate, run: Callable[[], None], prepare: Callable[[], None] = lambda: None
-    ) -> None:
-        """Closes `gate` and runs `run`, whose last act is to open it, after the tasks before it. `prepare` is called
-        before it, and where it is the next one also before the task at hand.
+    def submit(self, place: int, gate: Gate, run: Callable[[], None]) -> None:
+        """Closes `gate` and runs `run`, whose last act is to open it, after the tasks before it.
 
         `place`: of the group in the forward order. When a task fails, its gate and those of all later tasks are
         opened with its error.
@@ -143,7 +129,7 @@ class Worker:
         queue = self._queue
         with queue.changed:
             queue.num_pending += 1
-            queue.waiting.append(_Task(place, gate, run, prepare))
+            queue.waiting.append(_Task(place, gate, run))
             queue.changed.notify_all()
 
     def turn_to_forward_order(self) -> None:

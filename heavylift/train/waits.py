@@ -35,10 +35,10 @@ class StepWaits:
     stream_s: float
     """Streaming states over the bus, through the GPU's kernel and back."""
     fetch_s: float
-    """The worker waiting for what comes down when it is its turn: gradients that waited on the device, and parameters
-    that are half of split masters."""
+    """The CPU with nothing to step, as it was still on its way down: gradients that waited on the device, and
+    parameters that are half of split masters. Beside a GPU also of waiting for a free staging slot."""
     slot_s: float
-    """The worker waiting for a staging slot, that is, for a copy up."""
+    """The worker waiting for a staging slot, that is, for a copy up; or see `fetch_s`."""
     issue_s: float
     """Issuing the copies up, where the compiled kernel does not (it does beside a GPU); without a GPU, doing them."""
     accumulate_s: float

@@ -24,7 +24,7 @@ from torch import nn
 from heavylift.engine import Engine
 from heavylift.offload.groups import local_tensor
 from heavylift.offload.optimizer import TieredAdamW
-from heavylift.offload.stepping import Operation
+from heavylift.offload.pieces import Operation
 from ranks.plain import Rows
 from ranks.sharded import Setup, build, take_step
 

@@ -32,7 +32,7 @@ class OffloadOptimizer(Block):
         ),
     ] = "none"
     nvme_path: Annotated[str | None, no_effect(_DISK, agrees=("none", ""))] = None
-    buffer_count: Annotated[Whole, Field(ge=1), no_effect("staging between the tiers is a ring of two buffers")] = 4
+    buffer_count: Annotated[Whole, Field(ge=1), no_effect("staging between the tiers is a ring of small buffers")] = 4
     pin_memory: Annotated[
         Switch, done("Staging buffers are page-locked on a GPU, exactly as large as needed; false changes nothing.")
     ] = True

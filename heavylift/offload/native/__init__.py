@@ -26,9 +26,8 @@ from ctypes import (
     c_uint32,
     c_uint64,
     c_void_p,
-    cast,
 )
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,11 +38,12 @@ from torch import Tensor
 from heavylift.config.schema import StateFormat
 from heavylift.offload.adamw import AdamWHyper, AdamWScalars
 from heavylift.offload.correction import check_exact, check_undo, clipped_scale, correction_scalars
+from heavylift.offload.cuda_driver import Driver
 from heavylift.offload.quantised import BLOCK
-from heavylift.offload.tensors import MOMENTS, StepTensors
+from heavylift.offload.tensors import MOMENTS, StepTensors, Traffic
 
 LIBRARY_NAME = "_adamw.so"
-_ABI = 6
+_ABI = 7
 """`hl_abi()` of the library that goes with this file."""
 _CPUS_SHOWN = 8
 
@@ -78,20 +78,33 @@ class _CCorrection(Structure):
 
 
 class _CShard(Structure):
-    """`Shard` of native/step.h."""
+    """`Shard` of native/pieces.h."""
 
-    _fields_ = [("start", c_int64), ("stop", c_int64), ("target", c_uint64)]
+    _fields_ = [("start", c_int64), ("stop", c_int64), ("address", c_uint64)]
 
 
-class _CSend(Structure):
-    """`Send` of native/step.h."""
+class _CSlot(Structure):
+    """`Slot` of native/pieces.h."""
+
+    _fields_ = [(name, c_void_p) for name in ("param", "grad", "fetched", "sent")]
+
+
+class _CTraffic(Structure):
+    """`Traffic` of native/pieces.h."""
 
     _fields_ = [
-        ("copy", c_void_p),
-        ("stream", c_void_p),
+        ("driver", Driver),
+        ("down", c_void_p),
+        ("up", c_void_p),
         ("shards", POINTER(_CShard)),
         ("num_shards", c_int64),
+        ("grads", c_uint64),
+        ("fetches_params", c_int64),
+        ("slots", POINTER(_CSlot)),
+        ("num_slots", c_int64),
+        ("first_slot", c_int64),
         ("piece", c_int64),
+        ("starved_s", c_double),
     ]
 
 
@@ -106,9 +119,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "hl_pool_create": (c_void_p, [c_int, POINTER(c_int)]),
     "hl_pool_destroy": (None, [c_void_p]),
     "hl_pool_num_threads": (c_int, [c_void_p]),
-    "hl_take_step": (c_int, [c_void_p, POINTER(_CTensors), POINTER(_CFactors), POINTER(_CSend)]),
-    "hl_correct_step": (c_int, [c_void_p, *map(POINTER, (_CTensors, _CFactors, _CCorrection, _CSend))]),
-    "hl_undo_step": (c_int, [c_void_p, *map(POINTER, (_CTensors, _CFactors, _CCorrection, _CSend))]),
+    "hl_take_step": (c_int, [c_void_p, POINTER(_CTensors), POINTER(_CFactors), POINTER(_CTraffic)]),
+    "hl_correct_step": (c_int, [c_void_p, *map(POINTER, (_CTensors, _CFactors, _CCorrection, _CTraffic))]),
+    "hl_undo_step": (c_int, [c_void_p, *map(POINTER, (_CTensors, _CFactors, _CCorrection, _CTraffic))]),
+    "hl_max_slots": (c_int64, []),
     "hl_accumulate": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int64]),
     "hl_sum_squares": (c_double, [c_void_p, c_void_p, c_int, c_int64]),
     "hl_bandwidth_probe": (None, [c_void_p] * 6 + [c_int64]),
@@ -195,29 +209,41 @@ class NativeKernel:
     def adamw_step_(self, pool: ThreadPool, tensors: StepTensors, hyper: AdamWHyper) -> None:
         """`heavylift.offload.adamw.adamw_step_` bit for bit, for contiguous CPU tensors, on the threads of `pool`.
 
-        Only the payload of a NaN may differ. With `tensors.send` each piece of the new parameters is copied on as soon
-        as it is computed. Raises AssertionError for tensors that do not fit or overlap, RuntimeError where a copy could
-        not be issued.
+        Only the payload of a NaN may differ. With `tensors.traffic` what lies on the device comes down, and the new
+        parameters go up, piece by piece. Raises AssertionError for tensors that do not fit or overlap, RuntimeError
+        where the driver fails, after which the states are not whole.
         """
         factors = _CFactors(*astuple(hyper.scalars()))
-        _check_sent(self._library.hl_take_step(pool.handle, _c_tensors(tensors), factors, _c_send(tensors)))
+        self._call(self._library.hl_take_step, pool, tensors, factors)
 
     def adamw_correct_(self, pool: ThreadPool, tensors: StepTensors, hyper: AdamWHyper, coefficient: float) -> None:
-        """`heavylift.offload.correction.adamw_correct_` bit for bit; tensors and errors as in `adamw_step_`."""
+        """`heavylift.offload.correction.adamw_correct_` bit for bit; else as `adamw_step_`."""
         check_exact(tensors)
         more = correction_scalars(hyper)
         correction = _CCorrection(more.inverse_beta1, clipped_scale(hyper, coefficient), more.first_step)
-        factors, send = _CFactors(*astuple(more.step)), _c_send(tensors)
-        _check_sent(self._library.hl_correct_step(pool.handle, _c_tensors(tensors), factors, correction, send))
+        self._call(self._library.hl_correct_step, pool, tensors, _CFactors(*astuple(more.step)), correction)
 
     def adamw_undo_(self, pool: ThreadPool, tensors: StepTensors, hyper: AdamWHyper) -> None:
-        """`heavylift.offload.correction.adamw_undo_` bit for bit; tensors and errors as in `adamw_step_`."""
+        """`heavylift.offload.correction.adamw_undo_` bit for bit; else as `adamw_step_`."""
         check_undo(hyper)
         check_exact(tensors)
         more = correction_scalars(hyper)
         correction = _CCorrection(more.inverse_beta1, 0.0, more.first_step)
-        factors, send = _CFactors(*astuple(more.step)), _c_send(tensors)
-        _check_sent(self._library.hl_undo_step(pool.handle, _c_tensors(tensors), factors, correction, send))
+        self._call(self._library.hl_undo_step, pool, tensors, _CFactors(*astuple(more.step)), correction)
+
+    def _call(self, function: Any, pool: ThreadPool, tensors: StepTensors, *factors: Structure) -> None:
+        traffic = tensors.traffic
+        if traffic is None:
+            function(pool.handle, _c_tensors(tensors), *factors, None)
+            return
+        ring, numel = traffic.ring, tensors.master.numel()
+        assert len(ring.slots) <= self._library.hl_max_slots(), f"{len(ring.slots)} places"
+        c_traffic = _c_traffic(tensors, traffic)
+        error = function(pool.handle, _c_travelling(tensors, traffic), *factors, byref(c_traffic))
+        if error:
+            raise RuntimeError(f"a step could not copy from or to the device: CUDA driver error {error}")
+        ring.skip(-(-numel // ring.piece_numel))
+        traffic.starved_s = c_traffic.starved_s
 
     def accumulate_(self, pool: ThreadPool, acc: Tensor, grad: Tensor) -> None:
         """acc += grad in float32. acc: float32 [n], grad: float32, bfloat16 or float16 [n], contiguous CPU tensors."""
@@ -263,6 +289,11 @@ def _c_tensors(tensors: StepTensors) -> _CTensors:
     scales = tensors.scales or ()
     _check_host(*tensors.named().values(), *scales)
     _check_disjoint(*tensors.named().values(), *scales)
+    return _pointers(tensors)
+
+
+def _pointers(tensors: StepTensors) -> _CTensors:
+    scales = tensors.scales or ()
     noise, out = tensors.noise, tensors.param_out
     moments = {torch.float32: "", torch.bfloat16: "_16", torch.uint8: "_8"}[tensors.exp_avg.dtype]
     pointers = {
@@ -283,37 +314,63 @@ def _c_tensors(tensors: StepTensors) -> _CTensors:
     )
 
 
-def _c_send(tensors: StepTensors) -> Any:
-    """None, or a reference to a `_CSend`, which keeps what it points to."""
-    send, out = tensors.send, tensors.param_out
-    if send is None:
-        return None
-    assert out is not None and send.piece_numel > 0 and send.piece_numel % BLOCK == 0, send.piece_numel
-    shards = (_CShard * len(send.shards))()
-    for entry, (where, target) in zip(shards, send.shards, strict=True):
-        assert target.dtype == out.dtype and target.is_contiguous(), (target.dtype, out.dtype, target.stride())
-        assert 0 <= where.start <= where.stop <= out.numel() and where.stop - where.start == target.numel(), where
-        entry.start, entry.stop, entry.target = where.start, where.stop, target.data_ptr()
-    return byref(_CSend(send.copy_function, send.stream_handle, shards, len(shards), send.piece_numel))
+def _c_travelling(tensors: StepTensors, traffic: Traffic) -> _CTensors:
+    """The states, and the gradients where they lie on the host; the rest is in the ring. Checks its first piece as if
+    it were all: the others differ in their place only."""
+    ring, numel = traffic.ring, tensors.master.numel()
+    assert tensors.param_out is None, "new parameters are written to the ring"
+    out = ring.slots[0].param_host
+    first = tensors.part(slice(0, min(numel, ring.piece_numel)))
+    grad = ring.slots[0].grad_host if traffic.fetches_grads else first.grad
+    assert grad is not None and grad.dtype == tensors.grad.dtype, (grad, tensors.grad.dtype)
+    assert tensors.grad.is_contiguous() and tensors.grad.numel() == numel, (tensors.grad.shape, numel)
+    assert ring.piece_numel % BLOCK == 0, ring.piece_numel
+    assert (tensors.state_format is StateFormat.SPLIT) <= traffic.fetches_params, "split masters need the parameters"
+    first_numel = first.master.numel()
+    _c_tensors(replace(first, grad=grad[:first_numel], param_out=out[:first_numel]))
+    states = {name: tensor for name, tensor in tensors.named().items() if name != "grad"}
+    _check_host(*states.values(), *(tensors.scales or ()))
+    _check_disjoint(*states.values(), *(tensors.scales or ()))
+    whole = _pointers(tensors)
+    whole.grad = None if traffic.fetches_grads else tensors.grad.data_ptr()
+    whole.out, whole.out_type = None, _type_of(out)
+    return whole
 
 
-def _check_sent(error: int) -> None:
-    if error:
-        raise RuntimeError(f"new parameters could not be copied to the device: CUDA driver error {error}")
-
-
-@functools.cache
-def copy_to_device() -> int | None:
-    """The address of the CUDA driver's cuMemcpyHtoDAsync, for `Send`; None where there is no such driver.
-
-    It copies in the context that is current on the calling thread, from page-locked memory without waiting.
-    """
-    if torch.version.hip is not None:
-        return None  # the streams are not that driver's
-    try:
-        return cast(CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2, c_void_p).value
-    except (OSError, AttributeError):
-        return None
+def _c_traffic(tensors: StepTensors, traffic: Traffic) -> _CTraffic:
+    """It keeps what it points to."""
+    ring, numel = traffic.ring, tensors.master.numel()
+    shards = (_CShard * len(traffic.shards))()
+    for entry, (where, target) in zip(shards, traffic.shards, strict=True):
+        assert target.dtype == ring.slots[0].param_host.dtype and target.is_contiguous(), (
+            target.dtype,
+            target.stride(),
+        )
+        assert 0 <= where.start <= where.stop <= numel and where.stop - where.start == target.numel(), where
+        entry.start, entry.stop, entry.address = where.start, where.stop, target.data_ptr()
+    slots = (_CSlot * len(ring.slots))()
+    for place, slot in zip(slots, ring.slots, strict=True):
+        assert slot.fetched is not None and slot.sent is not None, "this ring was made for a machine without a GPU"
+        place.param, place.fetched, place.sent = (
+            slot.param_host.data_ptr(),
+            slot.fetched.cuda_event,
+            slot.sent.cuda_event,
+        )
+        place.grad = None if slot.grad_host is None else slot.grad_host.data_ptr()
+    return _CTraffic(
+        driver=traffic.driver,
+        down=traffic.down_handle,
+        up=traffic.up_handle,
+        shards=shards,
+        num_shards=len(shards),
+        grads=tensors.grad.data_ptr() if traffic.fetches_grads else 0,
+        fetches_params=int(traffic.fetches_params),
+        slots=slots,
+        num_slots=len(slots),
+        first_slot=ring.next_index,
+        piece=ring.piece_numel,
+        starved_s=0.0,
+    )
 
 
 def _type_of(tensor: Tensor) -> int:

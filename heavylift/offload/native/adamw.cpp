@@ -15,6 +15,7 @@
 #include "correction.h"
 #include "floats.h"
 #include "formats.h"
+#include "pieces.h"
 #include "step.h"
 #include "thread_pool.h"
 
@@ -207,56 +208,29 @@ const Kernels &current() {
 
 // ---- work in chunks -----------------------------------------------------------------------------------------------
 
-// Elements of one piece of work. Never depends on the number of threads, so neither does a sum over pieces.
-constexpr int64_t kChunk = 32768;
-static_assert(kChunk % kScaleBlock == 0, "a piece of work begins with a block of codes");
-
-int64_t chunks_of(int64_t n, int64_t chunk) { return (n + chunk - 1) / chunk; }
-
 template <class Job>
 struct Ranged {
   const Job &job;
   void (*body)(const Job &, int64_t, int64_t);
-  int64_t first, stop;
+  int64_t n;
   static void run_chunk(const void *opaque, int64_t chunk) {
     const Ranged &self = *static_cast<const Ranged *>(opaque);
-    const int64_t begin = self.first + chunk * kChunk, end = begin + kChunk < self.stop ? begin + kChunk : self.stop;
+    const int64_t begin = chunk * kChunk, end = begin + kChunk < self.n ? begin + kChunk : self.n;
     self.body(self.job, begin, end);
   }
 };
 
 template <class Job>
-void run_ranged(void *pool, const Job &job, void (*body)(const Job &, int64_t, int64_t), int64_t first, int64_t stop) {
-  const Ranged<Job> ranged{job, body, first, stop};
-  run(static_cast<Pool *>(pool), Ranged<Job>::run_chunk, &ranged, chunks_of(stop - first, kChunk));
+void run_ranged(void *pool, const Job &job, void (*body)(const Job &, int64_t, int64_t), int64_t n) {
+  const Ranged<Job> ranged{job, body, n};
+  run(static_cast<Pool *>(pool), Ranged<Job>::run_chunk, &ranged, chunks_of(n, kChunk));
 }
 
-// Issues the copies of a range of the new parameters, on the calling thread.
-int send_range(const Send &send, const void *out, int64_t item_bytes, int64_t first, int64_t stop) {
-  for (int64_t s = 0; s < send.num_shards; ++s) {
-    const Shard &shard = send.shards[s];
-    const int64_t begin = shard.start > first ? shard.start : first, end = shard.stop < stop ? shard.stop : stop;
-    if (begin >= end) continue;
-    const int error = send.copy(shard.target + uint64_t((begin - shard.start) * item_bytes),
-                                static_cast<const char *>(out) + begin * item_bytes,
-                                size_t((end - begin) * item_bytes), send.stream);
-    if (error != 0) return error;
-  }
-  return 0;
-}
-
-// The whole job, or piece by piece where each is sent at once: the copies then have gaps in which a copy engine serves
-// others, and nobody needs Python's lock between them.
+// All at once, or piece by piece where something comes from or goes to the device.
 template <class Job>
-int run_sending(void *pool, const Job &job, void (*body)(const Job &, int64_t, int64_t), const StepTensors &tensors,
-                const Send *send) {
-  const int64_t size = send == nullptr ? tensors.n : send->piece, item_bytes = tensors.out_type == kFloat32 ? 4 : 2;
-  for (int64_t first = 0; first < tensors.n; first += size) {
-    const int64_t stop = first + size < tensors.n ? first + size : tensors.n;
-    run_ranged(pool, job, body, first, stop);
-    if (send == nullptr) continue;
-    if (const int error = send_range(*send, tensors.out, item_bytes, first, stop)) return error;
-  }
+int run_step(void *pool, const Job &job, void (*body)(const Job &, int64_t, int64_t), Traffic *traffic) {
+  if (traffic != nullptr) return Pieces<Job>(job, body, *traffic).run_all(static_cast<Pool *>(pool));
+  run_ranged(pool, job, body, job.tensors.n);
   return 0;
 }
 
@@ -279,7 +253,7 @@ struct SumChunks {
 // ---- the C API: pointers are host memory, n counts elements, `pool` comes from hl_pool_create -------------------
 
 // Changes with every structure and signature here: a library left over from another version must not be called.
-HL_API int hl_abi() { return 6; }
+HL_API int hl_abi() { return 7; }
 
 HL_API const char *hl_isa() { return current().name; }
 
@@ -304,26 +278,29 @@ HL_API void hl_pool_destroy(void *pool) { destroy_pool(static_cast<Pool *>(pool)
 
 HL_API int hl_pool_num_threads(void *pool) { return static_cast<Pool *>(pool)->num_threads; }
 
-// One AdamW step. `send` may be null, here and below; what its copy returned is returned, 0 else.
-HL_API int hl_take_step(void *pool, const StepTensors *tensors, const StepFactors *step, const Send *send) {
-  return run_sending(pool, AdamWJob{*tensors, *step}, current().adamw, *tensors, send);
+// One AdamW step. `traffic` may be null, here and below; what its driver returned is returned, 0 else.
+HL_API int hl_take_step(void *pool, const StepTensors *tensors, const StepFactors *step, Traffic *traffic) {
+  return run_step(pool, AdamWJob{*tensors, *step}, current().adamw, traffic);
 }
 
 // Turns the step just done into one with the gradient scaled by `clipped_scale` instead of `grad_scale`.
 HL_API int hl_correct_step(void *pool, const StepTensors *tensors, const StepFactors *step,
-                           const CorrectionFactors *more, const Send *send) {
-  return run_sending(pool, CorrectionJob{*tensors, *step, *more}, current().correct, *tensors, send);
+                           const CorrectionFactors *more, Traffic *traffic) {
+  return run_step(pool, CorrectionJob{*tensors, *step, *more}, current().correct, traffic);
 }
 
 // Takes the step just done back.
 HL_API int hl_undo_step(void *pool, const StepTensors *tensors, const StepFactors *step, const CorrectionFactors *more,
-                        const Send *send) {
-  return run_sending(pool, CorrectionJob{*tensors, *step, *more}, current().undo, *tensors, send);
+                        Traffic *traffic) {
+  return run_step(pool, CorrectionJob{*tensors, *step, *more}, current().undo, traffic);
 }
+
+// Places that a `Traffic` may have.
+HL_API int64_t hl_max_slots() { return Pieces<AdamWJob>::max_slots(); }
 
 // acc += float(grad)
 HL_API void hl_accumulate(void *pool, float *acc, const void *grad, int grad_type, int64_t n) {
-  run_ranged(pool, AccumulateJob{acc, grad, grad_type}, current().accumulate, 0, n);
+  run_ranged(pool, AccumulateJob{acc, grad, grad_type}, current().accumulate, n);
 }
 
 // Sum of squares in double. The same bits for every number of threads and every instruction set.
@@ -341,5 +318,5 @@ HL_API double hl_sum_squares(void *pool, const void *x, int type, int64_t n) {
 
 // Reads and writes a, b, c (float), reads `in`, writes `out` (bf16): the bytes of a step, for measuring bandwidth.
 HL_API void hl_bandwidth_probe(void *pool, float *a, float *b, float *c, const void *in, void *out, int64_t n) {
-  run_ranged(pool, ProbeJob{a, b, c, static_cast<const bf16 *>(in), static_cast<bf16 *>(out)}, current().probe, 0, n);
+  run_ranged(pool, ProbeJob{a, b, c, static_cast<const bf16 *>(in), static_cast<bf16 *>(out)}, current().probe, n);
 }

@@ -36,7 +36,8 @@ HL_INLINE StepTensors from_element(const StepTensors &tensors, int64_t start) {
     moved.exp_avg_sq_scales += start / kScaleBlock;
   }
   moved.noise_first += uint32_t(start);
-  moved.grad = static_cast<const char *>(tensors.grad) + start * bytes_of(tensors.grad_type);
+  if (tensors.grad != nullptr)
+    moved.grad = static_cast<const char *>(tensors.grad) + start * bytes_of(tensors.grad_type);
   if (tensors.out != nullptr) moved.out = static_cast<char *>(tensors.out) + start * bytes_of(tensors.out_type);
   return moved;
 }

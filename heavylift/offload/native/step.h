@@ -3,7 +3,6 @@
 
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "floats.h"
@@ -33,21 +32,6 @@ struct StepFactors {
 struct CorrectionFactors {
   float inverse_beta1, clipped_scale;
   int32_t first_step;
-};
-
-// Where new parameters go as soon as a piece of them is computed. Nothing here knows CUDA: `copy` is its driver's
-// cuMemcpyHtoDAsync, or a test's.
-struct Shard {
-  int64_t start, stop;  // elements of `out`
-  uint64_t target;      // where `start` goes: an address on the device
-};
-
-struct Send {
-  int (*copy)(uint64_t target, const void *source, size_t bytes, void *stream);  // returns 0, or what went wrong
-  void *stream;
-  const Shard *shards;
-  int64_t num_shards;
-  int64_t piece;  // elements, a multiple of kScaleBlock
 };
 
 // `Kind` has a static function template body<Grad, Out, Update>(job, begin, end). float16 does not come here: formats.h

@@ -122,28 +122,40 @@ void wake_all(Pool &pool) {
   pthread_mutex_unlock(&pool.mutex);
 }
 
+// Hands chunks 0 .. num_chunks-1 to the threads, each once, and returns true: `end_run` must follow. `in_order`: they are
+// begun in that order; else each thread begins with a run of its own. False, with nothing done, where the caller has to
+// compute: too little to wake anybody for; a forked child; a pool destroyed while the caller was on its way.
+bool begin_run(Pool *pool, RunChunk run_chunk, const void *job, int64_t num_chunks, bool in_order) {
+  if (num_chunks <= 1 || pool->owner != getpid()) return false;
+  pthread_mutex_lock(&pool->run_mutex);
+  if (pool->stopped.load(std::memory_order_acquire)) {
+    pthread_mutex_unlock(&pool->run_mutex);
+    return false;
+  }
+  pool->job = job;
+  pool->run_chunk = run_chunk;
+  for (int t = 0; t < pool->num_threads; ++t) {
+    // in order: all are the first thread's, and the others take from it
+    const int64_t first = in_order ? (t == 0 ? 0 : num_chunks) : num_chunks * t / pool->num_threads;
+    pool->workers[t].end_chunk = in_order ? num_chunks : num_chunks * (t + 1) / pool->num_threads;
+    pool->workers[t].next_chunk.store(first, std::memory_order_relaxed);
+  }
+  pool->num_busy.store(pool->num_threads, std::memory_order_release);
+  wake_all(*pool);
+  return true;
+}
+
+// Returns when all chunks are done.
+void end_run(Pool *pool) {
+  pthread_mutex_lock(&pool->mutex);
+  while (pool->num_busy.load(std::memory_order_acquire) != 0) pthread_cond_wait(&pool->work_done, &pool->mutex);
+  pthread_mutex_unlock(&pool->mutex);
+  pthread_mutex_unlock(&pool->run_mutex);
+}
+
 // Runs chunks 0 .. num_chunks-1, each once. Returns when all are done.
 void run(Pool *pool, RunChunk run_chunk, const void *job, int64_t num_chunks) {
-  if (num_chunks > 1 && pool->owner == getpid()) {
-    pthread_mutex_lock(&pool->run_mutex);
-    if (!pool->stopped.load(std::memory_order_acquire)) {
-      pool->job = job;
-      pool->run_chunk = run_chunk;
-      for (int t = 0; t < pool->num_threads; ++t) {
-        pool->workers[t].next_chunk.store(num_chunks * t / pool->num_threads, std::memory_order_relaxed);
-        pool->workers[t].end_chunk = num_chunks * (t + 1) / pool->num_threads;
-      }
-      pool->num_busy.store(pool->num_threads, std::memory_order_release);
-      wake_all(*pool);
-      pthread_mutex_lock(&pool->mutex);
-      while (pool->num_busy.load(std::memory_order_acquire) != 0) pthread_cond_wait(&pool->work_done, &pool->mutex);
-      pthread_mutex_unlock(&pool->mutex);
-      pthread_mutex_unlock(&pool->run_mutex);
-      return;
-    }
-    pthread_mutex_unlock(&pool->run_mutex);
-  }
-  // too little to wake anybody for; a forked child; or a pool that was destroyed while this thread was on its way
+  if (begin_run(pool, run_chunk, job, num_chunks, false)) return end_run(pool);
   DefaultFloatState float_state;
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk) run_chunk(job, chunk);
 }

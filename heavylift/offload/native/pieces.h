@@ -1,0 +1,230 @@
+// A step whose gradients or parameters lie on the device: piece by piece through a ring of small places on the host.
+//
+// The places are used again before the processor's last-level cache has lost them, so what passes through them need not
+// go through host memory, which is what limits the step. Three things go on at once, none of which needs Python's lock:
+// the pool's threads take chunks in order and wait where a piece has not arrived; the calling thread has pieces copied
+// down ahead of them, and sends the new parameters of each piece up as soon as it is whole. Copies of a megabyte leave
+// gaps between them in which a copy engine serves others.
+// Nothing here knows CUDA: the functions are its driver's, or a test's.
+
+#pragma once
+
+#include <time.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "formats.h"
+#include "step.h"
+#include "thread_pool.h"
+
+namespace {
+
+// Elements of one piece of work. Never depends on the number of threads, so neither does a sum over them.
+constexpr int64_t kChunk = 32768;
+static_assert(kChunk % kScaleBlock == 0, "a piece of work begins with a block of codes");
+
+inline int64_t chunks_of(int64_t n, int64_t chunk) { return (n + chunk - 1) / chunk; }
+
+constexpr int kNotReady = 600;  // CUDA_ERROR_NOT_READY
+
+// Each returns 0, or what went wrong.
+struct Driver {
+  int (*copy_down)(void *target, uint64_t source, size_t bytes, void *stream);        // cuMemcpyDtoHAsync
+  int (*copy_up)(uint64_t target, const void *source, size_t bytes, void *stream);    // cuMemcpyHtoDAsync
+  int (*record)(void *event, void *stream);                                           // cuEventRecord
+  int (*query)(void *event);                                                          // cuEventQuery; or kNotReady
+  int (*wait)(void *stream, void *event, unsigned flags);                             // cuStreamWaitEvent
+};
+
+// Where on the device a range of the parameters lies.
+struct Shard {
+  int64_t start, stop;
+  uint64_t address;  // of `start`
+};
+
+// A place of the ring.
+struct Slot {
+  void *param;
+  void *grad;      // null where gradients lie on the host
+  void *fetched;   // event behind the copies down into this place
+  void *sent;      // event behind the last copy up out of it
+};
+
+struct Traffic {
+  Driver driver;
+  void *down, *up;  // streams
+  const Shard *shards;
+  int64_t num_shards;
+  uint64_t grads;          // address on the device; 0: they lie on the host
+  int64_t fetches_params;  // 1 where the parameters before the step are part of the states
+  const Slot *slots;
+  int64_t num_slots, first_slot;
+  int64_t piece;     // elements, a multiple of kScaleBlock
+  double starved_s;  // set: how long there was nothing to step, because it had not arrived
+};
+
+inline double now_s() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
+
+template <class Job>
+class Pieces {
+ public:
+  Pieces(const Job &job, void (*body)(const Job &, int64_t, int64_t), Traffic &traffic)
+      : job_(job),
+        body_(body),
+        traffic_(traffic),
+        n_(job.tensors.n),
+        num_pieces_(chunks_of(n_, traffic.piece)),
+        chunks_per_piece_(chunks_of(traffic.piece, kChunk)) {}
+
+  // Returns 0 or the driver's error, after which the states are not whole.
+  int run_all(Pool *pool) {
+    if (num_pieces_ == 0) return 0;
+    // what is behind the last copy up may still be on its way to where the parameters are fetched from
+    const Slot &last = traffic_.slots[(traffic_.first_slot + traffic_.num_slots - 1) % traffic_.num_slots];
+    if (traffic_.fetches_params) note(traffic_.driver.wait(traffic_.down, last.sent, 0));
+    const int64_t num_chunks = (num_pieces_ - 1) * chunks_per_piece_ + chunks_in(num_pieces_ - 1);
+    if (begin_run(pool, run_chunk, this, num_chunks, true)) {
+      manage(nullptr);
+      end_run(pool);
+    } else {
+      DefaultFloatState float_state;
+      manage(this);
+    }
+    return error_.load(std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr int kMaxSlots = 16;
+
+  static void run_chunk(const void *opaque, int64_t chunk) {
+    const_cast<Pieces *>(static_cast<const Pieces *>(opaque))->work(chunk);
+  }
+
+  int64_t length(int64_t piece) const {
+    const int64_t rest = n_ - piece * traffic_.piece;
+    return rest < traffic_.piece ? rest : traffic_.piece;
+  }
+  int64_t chunks_in(int64_t piece) const { return chunks_of(length(piece), kChunk); }
+  const Slot &slot_of(int64_t piece) const {
+    return traffic_.slots[(traffic_.first_slot + piece) % traffic_.num_slots];
+  }
+  std::atomic<int64_t> &left_of(int64_t piece) { return left_[piece % traffic_.num_slots]; }
+
+  void note(int error) {
+    int none = 0;
+    if (error != 0) error_.compare_exchange_strong(none, error, std::memory_order_relaxed);
+  }
+  bool failed() const { return error_.load(std::memory_order_relaxed) != 0; }
+
+  void work(int64_t chunk) {
+    const int64_t piece = chunk / chunks_per_piece_, begin = chunk % chunks_per_piece_ * kChunk;
+    for (int spin = 0; arrived_.load(std::memory_order_acquire) <= piece && !failed(); ++spin)
+      spin % 1024 == 1023 ? void(sched_yield()) : relax();
+    if (failed()) return;
+    const int64_t end = begin + kChunk < length(piece) ? begin + kChunk : length(piece);
+    Job job = job_;
+    job.tensors = from_element(job_.tensors, piece * traffic_.piece);
+    job.tensors.out = slot_of(piece).param;
+    if (traffic_.grads != 0) job.tensors.grad = slot_of(piece).grad;
+    body_(job, begin, end);
+    left_of(piece).fetch_sub(1, std::memory_order_release);
+  }
+
+  // On the calling thread. `alone`: there are no other threads, it works too.
+  void manage(Pieces *alone) {
+    int64_t issued = 0, sent = 0;
+    double idle_since = now_s();
+    while (sent < num_pieces_ && !failed()) {
+      for (; issued < num_pieces_ && issued < sent + traffic_.num_slots; ++issued) fetch(issued);
+      const int64_t arrived = arrived_.load(std::memory_order_relaxed);
+      bool moved = false;
+      if (arrived < issued && has_arrived(arrived)) {
+        if (arrived == sent) traffic_.starved_s += now_s() - idle_since;
+        arrived_.store(arrived + 1, std::memory_order_release);
+        for (int64_t c = 0; alone != nullptr && c < chunks_in(arrived); ++c)
+          alone->work(arrived * chunks_per_piece_ + c);
+        moved = true;
+      }
+      if (sent < arrived_.load(std::memory_order_relaxed) && left_of(sent).load(std::memory_order_acquire) == 0) {
+        send(sent++);
+        if (sent == arrived_.load(std::memory_order_relaxed)) idle_since = now_s();
+        moved = true;
+      }
+      if (!moved) rest();
+    }
+  }
+
+  // Between two looks: a spinning thread would take a core from the pool, and the driver's lock from the program.
+  static void rest() {
+    const timespec pause{0, 20'000};
+    nanosleep(&pause, nullptr);
+  }
+
+  template <class Copy>
+  void for_each_shard(int64_t piece, Copy copy) {
+    const int64_t first = piece * traffic_.piece, stop = first + length(piece);
+    const int64_t item = bytes_of(job_.tensors.out_type);
+    for (int64_t s = 0; s < traffic_.num_shards; ++s) {
+      const Shard &shard = traffic_.shards[s];
+      const int64_t begin = shard.start > first ? shard.start : first, end = shard.stop < stop ? shard.stop : stop;
+      if (begin < end)
+        note(copy(static_cast<char *>(slot_of(piece).param) + (begin - first) * item,
+                  shard.address + uint64_t((begin - shard.start) * item), size_t((end - begin) * item)));
+    }
+  }
+
+  void fetch(int64_t piece) {
+    const Driver &driver = traffic_.driver;
+    const Slot &slot = slot_of(piece);
+    left_of(piece).store(chunks_in(piece), std::memory_order_relaxed);
+    if (traffic_.grads == 0 && !traffic_.fetches_params) return;
+    note(driver.wait(traffic_.down, slot.sent, 0));
+    if (traffic_.grads != 0) {
+      const int64_t item = bytes_of(job_.tensors.grad_type);
+      note(driver.copy_down(slot.grad, traffic_.grads + uint64_t(piece * traffic_.piece * item),
+                            size_t(length(piece) * item), traffic_.down));
+    }
+    if (traffic_.fetches_params)
+      for_each_shard(piece, [&](void *host, uint64_t device, size_t bytes) {
+        return driver.copy_down(host, device, bytes, traffic_.down);
+      });
+    note(driver.record(slot.fetched, traffic_.down));
+  }
+
+  // Whether the place holds all that is to be in it; where nothing is, whether what was in it has left.
+  bool has_arrived(int64_t piece) {
+    const Slot &slot = slot_of(piece);
+    const bool fetches = traffic_.grads != 0 || traffic_.fetches_params;
+    const int error = traffic_.driver.query(fetches ? slot.fetched : slot.sent);
+    if (error == kNotReady) return false;
+    note(error);
+    return error == 0;
+  }
+
+  void send(int64_t piece) {
+    const Driver &driver = traffic_.driver;
+    for_each_shard(piece, [&](void *host, uint64_t device, size_t bytes) {
+      return driver.copy_up(device, host, bytes, traffic_.up);
+    });
+    note(driver.record(slot_of(piece).sent, traffic_.up));
+  }
+
+  const Job &job_;
+  void (*body_)(const Job &, int64_t, int64_t);
+  Traffic &traffic_;
+  const int64_t n_, num_pieces_, chunks_per_piece_;
+  std::atomic<int64_t> arrived_{0};  // pieces that may be worked on
+  std::atomic<int64_t> left_[kMaxSlots];  // chunks of the piece in a place that are not done
+  std::atomic<int> error_{0};
+
+ public:
+  static constexpr int64_t max_slots() { return kMaxSlots; }
+};
+
+}  // namespace
