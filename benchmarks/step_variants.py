@@ -5,7 +5,8 @@
 
 Started by `python` alone it is one process.
 
-A variant is `device`, or STREAMED_SHARE:STATE_FORMAT:SCHEDULE with the recipe's share of the states on the host.
+A variant is `device`, or STREAMED_SHARE:STATE_FORMAT:SCHEDULE[:GRADIENTS_ON] with the recipe's share of the states on
+the host.
 `speculative` runs with a clipping limit that never strikes, `immediate` without any, the others with one that always
 does. Compiling and
 starting are paid once, so a variant costs its steps and the page-locking of its memory. The bus is measured first: all
@@ -72,7 +73,9 @@ def arguments() -> argparse.Namespace:
         try:
             options = options_of(variant, TieredOptions())
         except ValueError as error:
-            parser.error(f"argument --variants: expected device or SHARE:FORMAT:SCHEDULE, got {variant!r}: {error}")
+            parser.error(
+                f"argument --variants: expected device or SHARE:FORMAT:SCHEDULE[:TIER], got {variant!r}: {error}"
+            )
         if options in seen:
             parser.error(f"argument --variants: {variant!r} is {seen[options]!r} again; give each variant once")
         seen[options] = variant
@@ -84,15 +87,16 @@ def options_of(variant: str, base: TieredOptions) -> TieredOptions:
     if variant == "device":
         return replace(base, tier=Tier.DEVICE, schedule=Schedule.SYNCHRONOUS, max_grad_norm=ALWAYS)
     parts = variant.split(":")
-    if len(parts) != 3:
-        raise ValueError(f"{len(parts)} of three parts")
-    share, state_format, schedule = parts
+    if len(parts) not in (3, 4):
+        raise ValueError(f"{len(parts)} parts, not three or four")
+    share, state_format, schedule = parts[:3]
     return replace(
         base,
         tier=Tier.HOST,
         streamed_share=float(share),
         state_format=StateFormat(state_format),
         schedule=Schedule(schedule),
+        gradients_on=Tier(parts[3]) if len(parts) == 4 else base.gradients_on,
         max_grad_norm={Schedule.SPECULATIVE: NEVER, Schedule.IMMEDIATE: 0.0}.get(Schedule(schedule), ALWAYS),
     )
 
@@ -219,7 +223,7 @@ def main() -> int:
         found = measure(run, options_of(variant, base), batches, args.steps, args.warmup)
         result["variants"][variant] = found
         if run.ranks.rank == 0:
-            print(f"{variant:<24} {found['step_s']:.3f} s, device {found['peak_device_gib']} GiB", flush=True)
+            print(f"{variant:<28} {found['step_s']:.3f} s, device {found['peak_device_gib']} GiB", flush=True)
             args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     dist.barrier()
     # as heavylift's own processes leave: see `heavylift.launch.entry.leave`

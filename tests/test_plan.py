@@ -35,6 +35,7 @@ from heavylift.models.load import build_on_meta, load_hf_config
 from heavylift.models.loss_head import install_loss_head
 from heavylift.offload.options import TieredOptions
 from heavylift.offload.overlap import MAX_COPYING
+from heavylift.offload.staging import NUM_SLOTS, PIECE_NUMEL
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MEASURED = Workload(4, 4096, Recompute.FULL, chunk_tokens=512, compiled=True)
@@ -80,7 +81,7 @@ def test_staging_is_what_was_measured() -> None:
     # then the ring had two places for the parameters of the largest group, embedding or head, now it has a few pieces
     largest = 128256 * 4096 // 2
     size = options.ring_size([largest], [], torch.bfloat16)
-    assert size is not None and size.num_bytes == 4 * 2**20 * 2
+    assert size is not None and size.num_bytes == NUM_SLOTS * PIECE_NUMEL * 2
     assert 2 * (plan.pinned_bytes - size.num_bytes + 2 * largest * 2) / GIB == pytest.approx(found, rel=1e-4)
 
 

@@ -25,10 +25,12 @@ class LossSource:
         self._module = sharded.module
         # FSDP2 puts gathered parameters in the place of the shards and back again; graphs remember the gathered ones
         self._known: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+        # a layer that is compiled whole has its hooks compiled along, and, as each layer has another one, is compiled
+        # anew for every layer; its graph hides its parameters anyway
         self._handles = [
             group.module.register_forward_pre_hook(self._make_pre_hook(group))
             for group in sharded.groups
-            if any(p.requires_grad for _, p in group.params)
+            if group.module._compiled_call_impl is None and any(p.requires_grad for _, p in group.params)
         ]
 
     def _make_pre_hook(self, group: GatherGroup) -> Any:
@@ -42,7 +44,7 @@ class LossSource:
 
         def hook(module: nn.Module, args: Any) -> None:
             if torch.compiler.is_compiling():
-                return  # `layer.compile()` traces hooks too; the graph it makes hides its parameters anyway
+                return  # part of a module that is compiled whole
             for owner, name in places:
                 param = owner._parameters[name]
                 assert param is not None, name

@@ -1,9 +1,10 @@
 """Page-locked staging between the tiers, bounded whatever the size of the model.
 
 A host part is stepped piece by piece through the places of a ring: gradients that lie on the device, and parameters
-that are half of split masters, come down into one, and the new parameters leave from there. A place is used again
-before the processor's last-level cache has lost it, so this traffic need not go through the host's memory, which is
-what limits a step: 20 of 26 bytes per parameter are left with `split` states. Small copies also leave gaps: a copy
+that are half of split masters, come down into one, and the new parameters leave from there. Beside a GPU the place that
+became free last is used next (native/pieces.h), before the processor's last-level cache has lost it: this traffic need
+not go through the host's memory, which is what limits a step on many cores; 20 of 26 bytes per parameter are left with
+`split` states. The other places are for pieces that an interrupted thread holds. Small copies also leave gaps: a copy
 engine serves one stream until nothing more of it is ready, and FSDP2's small tables for gathering and scattering go up
 in the compute stream, which stands still for as long as copies of other streams take in one go.
 
@@ -13,7 +14,6 @@ gradients of a step on the host instead: `heavylift.offload.overlap`.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,11 @@ from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
 
 PIECE_NUMEL = 2**20
 """Elements of a piece: copies of 40 microseconds, several times as long apart."""
-NUM_SLOTS = 4
-"""Pieces on their way down, being stepped and on their way up at one time."""
+NUM_SLOTS = 24
+"""Pieces on their way down, being stepped and on their way up at one time. With fewer a thread that the training
+program interrupts holds up all others: it keeps its piece for some milliseconds, in which they step ten to twenty."""
+MAX_AHEAD = 6
+"""Pieces on their way down, or there, beyond those that are being stepped."""
 
 
 @dataclass(eq=False)
@@ -70,7 +73,7 @@ class RingSize:
 
 
 class StagingRing:
-    """Places handed out in turn, and one for gradients that are added up."""
+    """Places for pieces, and one for gradients that are added up."""
 
     def __init__(self, size: RingSize, device: torch.device, usage: TierUsage) -> None:
         """Page-locked where `device`, which copies to and from it, is a GPU."""
@@ -82,7 +85,7 @@ class StagingRing:
             # touch every page now: memory that is not there must fail before training
             return self._slab.take(numel, dtype).zero_() if wanted else None
 
-        self.slots: Sequence[Slot] = []
+        self.slots: list[Slot] = []
         for _ in range(NUM_SLOTS if size.steps else 0):
             param_host = take(True, size.piece_numel, size.dtype)
             assert param_host is not None
@@ -91,20 +94,11 @@ class StagingRing:
         self._accumulated = take(size.accumulates, size.numel, torch.float32)
         self._next = 0
 
-    @property
-    def next_index(self) -> int:
-        """Of the place whose turn is next."""
-        return self._next
-
     def take(self) -> Slot:
         """The place whose turn it is."""
         slot = self.slots[self._next]
-        self.skip(1)
+        self._next = (self._next + 1) % len(self.slots)
         return slot
-
-    def skip(self, num_pieces: int) -> None:
-        """So many pieces have passed through."""
-        self._next = (self._next + num_pieces) % len(self.slots)
 
     def grads_host(self, numel: int) -> torch.Tensor:
         """Place for `numel` gradient elements, float32. The caller must be done with what it put here before."""

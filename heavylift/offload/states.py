@@ -130,6 +130,11 @@ class Part:
         if where is None:
             return
         self.wait_until_home()
+        if self.state_format is StateFormat.SPLIT and name == "master" and values.dtype is torch.bfloat16:
+            # nothing is below a bfloat16, and nothing has been rounded up: a start reads every parameter
+            self.master[where].zero_()
+            self.exp_avg_sq[where].abs_()
+            return
         stored, new = self._stored(name)[where], values[self.overlap_in_segment(segment)]
         for piece in _pieces(stored.numel()):
             self._write_piece(name, segment, piece, new[piece].to(stored.device, torch.float32))

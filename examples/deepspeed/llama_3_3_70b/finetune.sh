@@ -8,9 +8,9 @@
 #       parameter instead of 12, without which nothing fits 512 GiB; gradients that wait for their step on the GPU, in
 #       room that activations have left, so that more of the states can be on the host
 # hardware: 4 GPUs with 141 GB; 512 GiB of host memory
-# plan, superoffload: 0.90 of the states on the host: 99.4 GiB on each GPU at the peak, 591 GiB of host memory
+# plan, superoffload: 0.90 of the states on the host: 99.4 GiB on each GPU at the peak, 592 GiB of host memory
 # plan, zerooffload: 1.00 of the states on the host: 82.9 GiB on each GPU at the peak, 657 GiB of host memory
-# plan, 505 GiB free: 0.74 of the states on the host: 125.6 GiB on each GPU at the peak, 486 GiB of host memory
+# plan, 505 GiB free: 0.74 of the states on the host: 125.6 GiB on each GPU at the peak, 487 GiB of host memory
 #       (batch 4; what does not fit is told before anything is allocated)
 # duration: not measured with this program
 # as it stands: 10 steps on random weights and random tokens, to measure; it learns nothing, and the first loss is about

@@ -40,10 +40,11 @@ from heavylift.offload.adamw import AdamWHyper, AdamWScalars
 from heavylift.offload.correction import check_exact, check_undo, clipped_scale, correction_scalars
 from heavylift.offload.cuda_driver import Driver
 from heavylift.offload.quantised import BLOCK
+from heavylift.offload.staging import MAX_AHEAD
 from heavylift.offload.tensors import MOMENTS, StepTensors, Traffic
 
 LIBRARY_NAME = "_adamw.so"
-_ABI = 7
+_ABI = 8
 """`hl_abi()` of the library that goes with this file."""
 _CPUS_SHOWN = 8
 
@@ -102,7 +103,7 @@ class _CTraffic(Structure):
         ("fetches_params", c_int64),
         ("slots", POINTER(_CSlot)),
         ("num_slots", c_int64),
-        ("first_slot", c_int64),
+        ("ahead", c_int64),
         ("piece", c_int64),
         ("starved_s", c_double),
     ]
@@ -236,13 +237,12 @@ class NativeKernel:
         if traffic is None:
             function(pool.handle, _c_tensors(tensors), *factors, None)
             return
-        ring, numel = traffic.ring, tensors.master.numel()
-        assert len(ring.slots) <= self._library.hl_max_slots(), f"{len(ring.slots)} places"
+        ring = traffic.ring
+        assert 0 < len(ring.slots) <= self._library.hl_max_slots(), f"{len(ring.slots)} places"
         c_traffic = _c_traffic(tensors, traffic)
         error = function(pool.handle, _c_travelling(tensors, traffic), *factors, byref(c_traffic))
         if error:
             raise RuntimeError(f"a step could not copy from or to the device: CUDA driver error {error}")
-        ring.skip(-(-numel // ring.piece_numel))
         traffic.starved_s = c_traffic.starved_s
 
     def accumulate_(self, pool: ThreadPool, acc: Tensor, grad: Tensor) -> None:
@@ -367,7 +367,7 @@ def _c_traffic(tensors: StepTensors, traffic: Traffic) -> _CTraffic:
         fetches_params=int(traffic.fetches_params),
         slots=slots,
         num_slots=len(slots),
-        first_slot=ring.next_index,
+        ahead=MAX_AHEAD,
         piece=ring.piece_numel,
         starved_s=0.0,
     )

@@ -229,7 +229,7 @@ void run_ranged(void *pool, const Job &job, void (*body)(const Job &, int64_t, i
 // All at once, or piece by piece where something comes from or goes to the device.
 template <class Job>
 int run_step(void *pool, const Job &job, void (*body)(const Job &, int64_t, int64_t), Traffic *traffic) {
-  if (traffic != nullptr) return Pieces<Job>(job, body, *traffic).run_all(static_cast<Pool *>(pool));
+  if (traffic != nullptr) return Pieces<Job>(static_cast<Pool *>(pool), job, body, *traffic).run_all();
   run_ranged(pool, job, body, job.tensors.n);
   return 0;
 }
@@ -253,7 +253,7 @@ struct SumChunks {
 // ---- the C API: pointers are host memory, n counts elements, `pool` comes from hl_pool_create -------------------
 
 // Changes with every structure and signature here: a library left over from another version must not be called.
-HL_API int hl_abi() { return 7; }
+HL_API int hl_abi() { return 8; }
 
 HL_API const char *hl_isa() { return current().name; }
 
@@ -296,7 +296,7 @@ HL_API int hl_undo_step(void *pool, const StepTensors *tensors, const StepFactor
 }
 
 // Places that a `Traffic` may have.
-HL_API int64_t hl_max_slots() { return Pieces<AdamWJob>::max_slots(); }
+HL_API int64_t hl_max_slots() { return Pieces<AdamWJob>::kMaxSlots; }
 
 // acc += float(grad)
 HL_API void hl_accumulate(void *pool, float *acc, const void *grad, int grad_type, int64_t n) {

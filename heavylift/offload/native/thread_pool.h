@@ -145,6 +145,12 @@ bool begin_run(Pool *pool, RunChunk run_chunk, const void *job, int64_t num_chun
   return true;
 }
 
+// Of a run in order: how many chunks have been taken.
+int64_t begun_chunks(const Pool *pool) {
+  const int64_t next = pool->workers[0].next_chunk.load(std::memory_order_relaxed);
+  return next < pool->workers[0].end_chunk ? next : pool->workers[0].end_chunk;
+}
+
 // Returns when all chunks are done.
 void end_run(Pool *pool) {
   pthread_mutex_lock(&pool->mutex);
