@@ -215,7 +215,8 @@ thread = threading.Thread(target=lambda: seen.append(sorted(os.sched_getaffinity
 thread.start(); thread.join()
 rank = int(os.environ["LOCAL_RANK"])
 threads = os.environ["OMP_NUM_THREADS"]
-print(json.dumps([rank, seen[0], split_cores(rank, 2), threads, threads_per_rank(2), num_usable_cores()]))
+compilers = os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
+print(json.dumps([rank, seen[0], split_cores(rank, 2), threads, compilers, threads_per_rank(2), num_usable_cores()]))
 """
 
 
@@ -224,11 +225,12 @@ def test_a_rank_is_bound_and_still_knows_the_machine() -> None:
     table = [RankPlace((allowed[0],), 1, 0), RankPlace((allowed[-1],), 1, 0)]
     env = command_env(**binding.binding_environment(table, bind=True), LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
     del env["OMP_NUM_THREADS"]
+    env.pop("TORCHINDUCTOR_COMPILE_THREADS", None)
     code = f"from heavylift.launch.entry import bind_if_told; bind_if_told()\n{BOUND}"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     last = allowed[-1]
-    assert json.loads(done.stdout) == [1, [last], [last], "1", 1, len({allowed[0], last})]
+    assert json.loads(done.stdout) == [1, [last], [last], "1", "1", 1, len({allowed[0], last})]
 
 
 TRAINER = """

@@ -30,7 +30,7 @@ from heavylift.memory.activations import (
 )
 from heavylift.memory.machine import MachineMemory
 from heavylift.memory.peak import GroupLoad, Peak, find_peak
-from heavylift.memory.plan import MemoryPlan, check_plan, make_plan
+from heavylift.memory.plan import MemoryPlan, check_plan, host_floor_bytes, make_plan
 from heavylift.models.load import build_on_meta, load_hf_config
 from heavylift.models.loss_head import install_loss_head
 from heavylift.offload.options import TieredOptions
@@ -312,18 +312,36 @@ HOST = TieredOptions(tier=Tier.HOST)
 
 
 def test_a_plan_that_fits_passes() -> None:
-    check_plan(PLAN, MachineMemory(48 * GIB, 5 * GIB), 4, HOST)
+    check_plan(PLAN, MachineMemory(54 * GIB, 5 * GIB), 4, HOST)
     # without an accelerator the parameters lie on the host too
     check_plan(PLAN, MachineMemory(56 * GIB, None), 4, HOST)
     with pytest.raises(UserError, match=r"parameters and optimizer states need 56.0 GiB on this machine \(4 x 14.0\)"):
         check_plan(PLAN, MachineMemory(56 * GIB - 1, None), 4, HOST)
 
 
+def test_programs_on_a_gpu_must_have_room_beside_the_states() -> None:
+    """Else the kernel takes their own pages, and all stands still: 122.3 GiB of states where 126.6 were free."""
+    many = replace(PLAN, host_state_bytes=int(122.25 * GIB) - PLAN.pinned_bytes)
+    with pytest.raises(
+        UserError, match=r"need 122\.\d GiB on this machine \(1 x 122\.\d\) and the programs 5\.5, 126\.6"
+    ):
+        check_plan(many, MachineMemory(int(126.6 * GIB), 140 * GIB), 1, HOST)
+    check_plan(many, MachineMemory(int(127.8 * GIB), 140 * GIB), 1, HOST)
+    # a plan that asks the host for nothing is not held up by a small one; a tenth of the free memory is enough
+    check_plan(replace(PLAN, host_state_bytes=0, pinned_bytes=0), MachineMemory(GIB, 140 * GIB), 1, HOST)
+    assert host_floor_bytes(MachineMemory(10 * GIB, GIB), 1) == GIB
+    assert host_floor_bytes(MachineMemory(505 * GIB, GIB), 4) == 13 * GIB
+    assert host_floor_bytes(MachineMemory(505 * GIB, None), 4) == 0
+
+
 def test_both_problems_come_together_each_with_what_would_fit() -> None:
     with pytest.raises(UserError) as caught:
         check_plan(PLAN, MachineMemory(36 * GIB, 4 * GIB), 4, HOST, lambda: ["a=1", "b=2"])
     host, device = caught.value.problems
-    assert "need 48.0 GiB on this machine (4 x 12.0), 36.0 GiB are free; what would fit: a=1, or b=2" in host
+    assert (
+        "need 48.0 GiB on this machine (4 x 12.0) and the programs 3.6, 36.0 GiB are free; what would fit: a=1, or b=2"
+        in host
+    )
     assert "5.0 GiB are needed before any activation (parameters 2.0, gradients 2.0, gathered groups 1.0)" in device
     assert "4.0 GiB are free; what would fit" in device
     with pytest.raises(UserError, match="use more GPUs, a smaller model"):
@@ -334,7 +352,7 @@ def test_remedies_are_asked_for_only_when_needed() -> None:
     def fail() -> list[str]:
         raise AssertionError("asked")
 
-    check_plan(PLAN, MachineMemory(48 * GIB, 5 * GIB), 4, HOST, fail)
+    check_plan(PLAN, MachineMemory(54 * GIB, 5 * GIB), 4, HOST, fail)
 
 
 def test_the_sizes_of_the_8b_shape_are_those_of_its_config() -> None:

@@ -101,3 +101,27 @@ def test_masters_of_a_large_parameter_are_read_in_little_memory() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 300e6
+
+
+def test_bfloat16_parameters_are_read_as_the_float32_numbers_that_they_are() -> None:
+    """What a start does with every parameter goes a shorter way; also over states that have marks of their own."""
+    short, long = (trained(StateFormat.SPLIT, torch.bfloat16) for _ in range(2))
+    numbers = torch.tensor([1.0, -2.5, -0.0, 3e38, float("inf"), 1e-40]).bfloat16()
+    for optimizer, dtype in ((short, torch.bfloat16), (long, torch.float32)):
+        for group, parts in zip(optimizer.groups, optimizer.parts, strict=True):
+            for segment in group.segments:
+                new = numbers[torch.arange(segment.numel) % 6]
+                segment.param.data.copy_(new)
+                for part in parts:
+                    part.write("master", segment, new.to(dtype))
+    marked = [torch.signbit(p.exp_avg_sq).any() for o in (short, long) for parts in o.parts for p in parts]
+    assert not any(marked)
+    for ours, theirs in zip(short.parts, long.parts, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one.master, other.master) and torch.equal(one.exp_avg_sq, other.exp_avg_sq)
+    found, expected = values(short), values(long)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    master = torch.cat([v for key, v in found.items() if key.startswith("master")])
+    assert sorted(master.unique().tolist()) == sorted(set(numbers.float().tolist()))
+    for optimizer in (short, long):
+        optimizer.close()

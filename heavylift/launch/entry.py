@@ -37,6 +37,7 @@ AS_DEEPSPEED_VARIABLE = "HEAVYLIFT_AS_DEEPSPEED"
 LOCAL_RANK_FLAG = "--local-rank"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _CAUSE_ENDS_US_S = 3.0
+_MAX_COMPILE_THREADS = 4
 
 
 def die_with_launcher() -> None:
@@ -83,6 +84,8 @@ def bind_if_told() -> None:
     local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     place = place_of_rank(local_rank, local_world_size)
     os.environ.setdefault("OMP_NUM_THREADS", str(place.num_threads))
+    # else torch.compile starts up to 32 processes for each rank, whose memory no plan has room for
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(_MAX_COMPILE_THREADS, place.num_threads)))
     if os.environ.get(BIND_VARIABLE) != "1":
         return
     for trouble in bind_process(place, num_memory_nodes()):

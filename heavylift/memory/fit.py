@@ -16,7 +16,7 @@ from heavylift.config.schema import Schedule, StateFormat, Tier
 from heavylift.errors import UserError
 from heavylift.memory.activations import Recompute, Workload
 from heavylift.memory.machine import MachineMemory
-from heavylift.memory.plan import GIB, MemoryPlan
+from heavylift.memory.plan import GIB, MemoryPlan, host_floor_bytes
 from heavylift.offload.options import TieredOptions
 
 DEVICE_RESERVE_BYTES = GIB
@@ -24,8 +24,8 @@ DEVICE_RESERVE_BYTES = GIB
 STEP_SLACK = 0.05
 """...and this share of what a step takes, for what the allocator cannot fill."""
 HOST_RESERVE_BYTES = 3 * GIB // 2
-"""Left free on the host per process: batches, the export's largest tensor, and on a GPU what driver, NCCL and compiled
-kernels take besides (2.2 GiB of resident memory seen, of which a process has more than half when the plan is made)."""
+"""Left free on the host per process without a GPU: batches, the export's largest tensor. With one see
+`heavylift.memory.plan.host_floor_bytes`."""
 HOST_SLACK = 0.02
 """...and this share of the host's free memory."""
 
@@ -71,8 +71,10 @@ def device_room(plan: MemoryPlan, machine: MachineMemory) -> int:
 
 def host_room(plan: MemoryPlan, machine: MachineMemory, local_world_size: int) -> int:
     """Host bytes that all processes of the machine would leave free beyond the reserve."""
-    reserve = HOST_RESERVE_BYTES * local_world_size + int(HOST_SLACK * machine.host_available_bytes)
-    needed = plan.host_needed_bytes(local_world_size, machine.device_available_bytes is not None)
+    has_device = machine.device_available_bytes is not None
+    reserve = host_floor_bytes(machine, local_world_size) if has_device else HOST_RESERVE_BYTES * local_world_size
+    reserve += int(HOST_SLACK * machine.host_available_bytes)
+    needed = plan.host_needed_bytes(local_world_size, has_device)
     return machine.host_available_bytes - reserve - needed
 
 

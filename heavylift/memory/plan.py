@@ -26,6 +26,15 @@ from heavylift.offload.tiers import choose_streamed, least_streamed_share, place
 
 GIB = 2**30
 
+HOST_PROCESS_BYTES = 5 * GIB // 2
+"""What a process on a GPU takes on the host after the plan was made: driver, NCCL, the compiler with its workers, which
+are processes of their own (`heavylift.launch.entry` bounds them), batches, the export's largest tensor."""
+HOST_PROGRAMS_BYTES = 3 * GIB
+"""...and once on a machine: pages of programs and libraries in use, which count as free memory (2.3 GiB seen), and the
+launcher."""
+HOST_FLOOR_SHARE = 0.1
+"""...but not more than this share of the free memory: small runs take less."""
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -175,6 +184,18 @@ def _state_bytes(
     return on_device, sum(whole_pages(num_bytes) for num_bytes in on_host.values() if num_bytes)
 
 
+def host_floor_bytes(machine: MachineMemory, local_world_size: int) -> int:
+    """Host bytes that programs on a GPU take beside the plan, for all processes of the machine; 0 without a GPU.
+
+    With less the kernel takes the pages of the programs themselves, again and again, and training stands still without
+    a word.
+    """
+    if machine.device_available_bytes is None:
+        return 0
+    floor = HOST_PROGRAMS_BYTES + HOST_PROCESS_BYTES * local_world_size
+    return min(floor, int(HOST_FLOOR_SHARE * machine.host_available_bytes))
+
+
 def check_plan(
     plan: MemoryPlan,
     machine: MachineMemory,
@@ -189,11 +210,13 @@ def check_plan(
     problems = []
     has_device = machine.device_available_bytes is not None
     host_needed = plan.host_needed_bytes(local_world_size, has_device)
-    if host_needed > machine.host_available_bytes:
+    besides = host_floor_bytes(machine, local_world_size) if host_needed > 0 else 0
+    if host_needed + besides > machine.host_available_bytes:
         what = "the optimizer states" if has_device else "parameters and optimizer states"
+        programs = f" and the programs {besides / GIB:.1f}" if besides else ""
         problems.append(
             f"host memory: {what} need {host_needed / GIB:.1f} GiB on this machine "
-            f"({local_world_size} x {host_needed / local_world_size / GIB:.1f}), "
+            f"({local_world_size} x {host_needed / local_world_size / GIB:.1f}){programs}, "
             f"{machine.host_available_bytes / GIB:.1f} GiB are free"
         )
     if machine.device_available_bytes is not None and plan.device_bytes > machine.device_available_bytes:

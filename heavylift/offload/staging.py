@@ -65,9 +65,14 @@ class RingSize:
         return min(PIECE_NUMEL, -(-self.numel // BLOCK) * BLOCK)
 
     @property
+    def num_slots(self) -> int:
+        """Places: no more than the pieces of a part, and of the one before it, which may still be on their way up."""
+        return min(NUM_SLOTS, 2 * -(-self.numel // self.piece_numel)) if self.steps else 0
+
+    @property
     def num_bytes(self) -> int:
         """Of everything."""
-        places = NUM_SLOTS * (1 + self.fetches_grads) if self.steps else 0
+        places = self.num_slots * (1 + self.fetches_grads)
         accumulated = aligned_bytes(self.numel, torch.float32) if self.accumulates else 0
         return places * aligned_bytes(self.piece_numel, self.dtype) + accumulated
 
@@ -86,7 +91,7 @@ class StagingRing:
             return self._slab.take(numel, dtype).zero_() if wanted else None
 
         self.slots: list[Slot] = []
-        for _ in range(NUM_SLOTS if size.steps else 0):
+        for _ in range(size.num_slots):
             param_host = take(True, size.piece_numel, size.dtype)
             assert param_host is not None
             grad_host = take(size.fetches_grads, size.piece_numel, size.dtype)
