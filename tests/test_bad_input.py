@@ -153,7 +153,7 @@ def test_nproc_given_twice_alike_or_in_the_recipe(refused: Refused, write_recipe
 
 def test_everything_held_out(refused: Refused, write_recipe: Write) -> None:
     line = one(refused(write_recipe(data={"val_size": 8})))
-    assert line == "data.val_size: 8.0 holds out all 8 samples; choose a smaller one"
+    assert line == "data.val_size: 8.0 holds out all of 8 samples; choose a smaller one"
 
 
 def test_missing_chat_template(refused: Refused, write_recipe: Write, tmp_path: Path) -> None:

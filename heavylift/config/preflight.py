@@ -58,7 +58,7 @@ def check_processes(recipe: Recipe, num_samples: int, nproc: int) -> None:
     val = recipe.data.val_size
     num_val = int(val) if val >= 1 else round(val * num_samples)
     if num_val >= num_samples:
-        raise UserError(f"data.val_size: {val} holds out all {num_samples} samples; choose a smaller one")
+        raise UserError(f"data.val_size: {val} holds out all of {counted(num_samples, 'sample')}; choose a smaller one")
     left = num_samples - num_val
     if nproc > left:
         samples = counted(left, "training sample")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from heavylift.config.words import counted
 from heavylift.data.report import DataReport
 from heavylift.errors import UserError
 
@@ -105,8 +106,8 @@ class SampleSet:
             num_val = max(1, num_val)
         if num_val and num_val >= len(self):
             raise UserError(
-                f"data.val_size: {val_size:g} holds out {num_val} of {len(self)} samples, nothing is left to train on; "
-                "lower data.val_size or add data"
+                f"data.val_size: {val_size:g} holds out {num_val} of {counted(len(self), 'sample')}, nothing is left "
+                "to train on; lower data.val_size or add data"
             )
         order = permutation(len(self), seed, STREAM_SPLIT)
         return self.subset(np.sort(order[num_val:])), self.subset(np.sort(order[:num_val]))

@@ -245,6 +245,7 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
 
     def _step_overlapped(self, overlap: OverlappedSteps) -> None:
         overlap.flush()
+        overlap.prepare()
         coefficient = self._take_norm(overlap.sums)
         overlap.finish(coefficient, self.skipped)
         overlap.speculate_next = self._speculates()

@@ -108,6 +108,7 @@ class OverlappedSteps:
         """Whether the next backward steps at once; chosen by the schedule before it begins."""
         self._state: dict[Group, _GroupState] = {group: _GroupState() for group in self._groups}
         self._unstepped: set[Part] = set()
+        self._on_device = DeviceSteps(stepper.device)
         self._in_flight: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
         self.sums = torch.zeros(len(self._groups), dtype=torch.float64, device=device)
         """Sum of squares of each group's gradient."""
@@ -240,6 +241,19 @@ class OverlappedSteps:
             if state.arrived and not state.ready:
                 self._group_ready(index, group)
 
+    def prepare(self) -> None:
+        """Before the norm is waited for: what of the device parts' steps does not depend on it. The device is still
+        busy with backward, and would later wait for Python."""
+        self._on_device = DeviceSteps(self._stepper.device)
+        for group in self._groups:
+            state = self._state[group]
+            if not self._speculating:
+                self._begin_group(group)
+            for part in self._parts[group]:
+                if part.tier is Tier.DEVICE and state.steps:
+                    self._on_device.add(part, state.steps, state.grads_device)
+        self._on_device.prepare()
+
     # ---- at the step ----------------------------------------------------------------------------------------------
 
     @property
@@ -248,32 +262,26 @@ class OverlappedSteps:
         return self._speculating
 
     def finish(self, coefficient: float, skip: bool) -> None:
-        """The norm is known: device parts are stepped here, host parts by the worker, in forward order.
+        """The norm is known, after `prepare`: device parts are stepped here, host parts by the worker, in forward
+        order.
 
         Raises RuntimeError where a step taken in backward had other hyperparameters than it should have by now.
         """
         if self._speculating:
             self._check_unchanged()
-        on_device = DeviceSteps(self._stepper.device)
         for place, group in enumerate(self._groups):
-            state = self._state[group]
-            if self._speculating and skip:
+            state, part = self._state[group], self._host_part[group]
+            if skip:
                 for step in state.steps:
                     step.segment.num_steps -= 1
-            elif not self._speculating and not skip:
-                self._begin_group(group)
-            if not state.steps:
-                continue
-            steps = scaled(state.steps, coefficient)
-            for part in self._parts[group]:
-                if part.tier is Tier.HOST:
-                    self._finish_host_part(place, part, state, steps, coefficient, skip)
-                elif not skip:
-                    on_device.add(part, steps, state.grads_device)
+            if part is not None and state.steps:
+                self._finish_host_part(place, part, state, coefficient, skip)
         self.worker.turn_to_forward_order()
         if self._bus_worker is not None:
             self._bus_worker.turn_to_forward_order()
-        on_device.run()
+        if not skip:
+            self._on_device.run(coefficient)
+        self._on_device = DeviceSteps(self._stepper.device)  # the old one holds gradients
         # the norm has been waited for, so nearly all are copied: the next forward's activations need their room
         self._let_go_of_copied()
         self._in_step = False
@@ -291,14 +299,12 @@ class OverlappedSteps:
                         "schedule deferred or synchronous"
                     )
 
-    def _finish_host_part(
-        self, place: int, part: Part, state: _GroupState, steps: list[SegmentStep], coefficient: float, skip: bool
-    ) -> None:
+    def _finish_host_part(self, place: int, part: Part, state: _GroupState, coefficient: float, skip: bool) -> None:
         grads = self._grads_of(part, state)
         if not self._speculating:
             if skip:
                 return
-            task = partial(self._step, part, steps, grads, state.d2h_event)
+            task = partial(self._step, part, scaled(state.steps, coefficient), grads, state.d2h_event)
         elif skip or coefficient != 1.0:
             operation = Operation.UNDO if skip else Operation.CORRECT
             task = partial(self._revise, part, state.steps, grads, operation, coefficient)

@@ -129,9 +129,7 @@ def _steps(run: Run, reporter: Reporter | None) -> None:
         reporter.history.first_step_unix_s = time.time()
     start_s, paused = 0.0, True
     for step in range(num_steps):
-        if tracer is not None:
-            tracer.begin_step(step + 1)
-        if paused:
+        if (tracer is not None and tracer.begin_step(step + 1)) or paused:
             start_s = time.perf_counter()
         batches = plan.micro_batches(step, run.ranks.rank)
         lr = float(engine.optimizer.param_groups[0]["lr"])
@@ -142,8 +140,7 @@ def _steps(run: Run, reporter: Reporter | None) -> None:
         stop_s = time.perf_counter()
         step_s, start_s = stop_s - start_s, stop_s
         ranges = optimizer.timeline.take()
-        if tracer is not None:
-            tracer.end_step(step + 1, ranges)
+        paused = tracer is not None and tracer.end_step(step + 1, ranges)
         waits = None
         if _has_host_tier(run):
             mine = watch.step(step + 1, optimizer.last_schedule, ranges, optimizer.take_device_gate_s())
@@ -152,7 +149,6 @@ def _steps(run: Run, reporter: Reporter | None) -> None:
         if reporter is not None:
             reporter.step(metrics, waits, step == num_steps - 1)
         every = run.recipe.train.eval_steps
-        paused = tracer is not None  # it writes a long file
         if step == num_steps - 1 or (every is not None and (step + 1) % every == 0):
             _evaluate(run, step + 1, reporter)
             paused = True

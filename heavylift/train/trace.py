@@ -40,10 +40,10 @@ class Tracer:
         self._ranges: list[Range] = []
         self._clock_s = 0.0
 
-    def begin_step(self, step: int) -> None:
-        """Before step `step`, counted from 1."""
+    def begin_step(self, step: int) -> bool:
+        """Before step `step`, counted from 1. Returns whether it began to record, which takes long."""
         if step != self._first:
-            return
+            return False
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -53,11 +53,14 @@ class Tracer:
         # the profiler's clock is not ours: this range is in both
         with record_function(_CLOCK):
             pass
+        return True
 
-    def end_step(self, step: int, ranges: Sequence[Range]) -> None:
-        """After step `step`. `ranges`: all that ended since the step before; those that began earlier too are drawn."""
+    def end_step(self, step: int, ranges: Sequence[Range]) -> bool:
+        """After step `step`. `ranges`: all that ended since the step before; those that began earlier too are drawn.
+
+        Returns whether it wrote the file, which takes long."""
         if self._profile is None:
-            return
+            return False
         self._ranges += ranges
         if step == self._last:
             self._profile.stop()
@@ -66,6 +69,8 @@ class Tracer:
             trace = json.loads(self._path.read_text(encoding="utf-8"))
             draw(trace["traceEvents"], self._ranges, self._clock_s, self._threads)
             self._path.write_text(json.dumps(trace), encoding="utf-8")
+            return True
+        return False
 
 
 def draw(events: list[Event], ranges: Sequence[Range], clock_s: float, threads: dict[int, str]) -> None:
