@@ -23,9 +23,10 @@ from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
 
 PIECE_NUMEL = 2**20
 """Elements of a piece: copies of 40 microseconds, several times as long apart."""
-NUM_SLOTS = 24
-"""Pieces on their way down, being stepped and on their way up at one time. With fewer a thread that the training
-program interrupts holds up all others: it keeps its piece for some milliseconds, in which they step ten to twenty."""
+NUM_SLOTS = 40
+"""Pieces on their way down, being stepped and on their way up at one time. A thread that the training program
+interrupts keeps its piece for a time slice of some three milliseconds, in which fifteen others step as many pieces:
+with few places they would wait for it. Some ten are in use while nobody is interrupted."""
 MAX_AHEAD = 6
 """Pieces on their way down, or there, beyond those that are being stepped."""
 

@@ -9,7 +9,7 @@
 #       room that activations have left, so that more of the states can be on the host
 # hardware: 4 GPUs with 141 GB; 512 GiB of host memory
 # plan, superoffload: 0.90 of the states on the host: 99.4 GiB on each GPU at the peak, 592 GiB of host memory
-# plan, zerooffload: 1.00 of the states on the host: 82.9 GiB on each GPU at the peak, 657 GiB of host memory
+# plan, zerooffload: 1.00 of the states on the host: 82.9 GiB on each GPU at the peak, 658 GiB of host memory
 # plan, 505 GiB free: 0.73 of the states on the host: 127.3 GiB on each GPU at the peak, 480 GiB of host memory
 #       (batch 4; what does not fit is told before anything is allocated)
 # duration: not measured with this program
