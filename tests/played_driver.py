@@ -37,6 +37,8 @@ class PlayedDriver:
     """("down" or "up", address on the device, address on the host, bytes), as issued."""
     fails_at: int = -1
     """The copy, counted from 0, that is refused with error 201."""
+    stands_still: bool = False
+    """Nothing that is issued ever happens."""
 
     def __post_init__(self) -> None:
         self._streams: dict[int, deque[Callable[[], bool]]] = {DOWN: deque(), UP: deque()}
@@ -98,7 +100,7 @@ class PlayedDriver:
     def _query(self, event: int) -> int:
         self._turn += 1
         stream = self._streams[UP if self._turn % 8 == 0 else DOWN]
-        if stream and stream[0]():
+        if stream and not self.stands_still and stream[0]():
             stream.popleft()
         played = self.events[event]
         return 0 if played.num_reached == played.num_recorded else NOT_READY

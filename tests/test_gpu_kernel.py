@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -307,6 +307,40 @@ def test_ten_steps_piece_by_piece(
         optimizer.close()
     for by_host, by_kernel, plainly in zip(*runs, strict=True):
         assert torch.equal(by_host, by_kernel) and torch.equal(by_host, plainly)
+
+
+@pytest.mark.parametrize("streamed_share", [0.0, 1.0])
+def test_a_synchronous_step_waits_for_gradients_that_are_put_together_late(
+    streamed_share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of several plain parameters lie apart; the device is far behind when they are copied together."""
+    from heavylift.offload.groups import Group
+    from heavylift.offload.optimizer import TieredAdamW
+    from heavylift.offload.options import TieredOptions
+
+    generator = torch.Generator().manual_seed(1)
+    start = [torch.randn(n, generator=generator).bfloat16() for n in (70_001, 5000)]
+    runs = []
+    for device in ("cpu", "cuda"):
+        params = [torch.nn.Parameter(t.to(device).clone()) for t in start]
+        options = TieredOptions(Tier.HOST, 1.0, Schedule.SYNCHRONOUS, num_threads=2, streamed_share=streamed_share)
+        optimizer = TieredAdamW(params, lr=1e-2, options=options)
+        for param, numbers in zip(params, start, strict=True):
+            param.grad = (numbers * 3).to(device)
+        if device == "cuda":
+            whole = Group.grads
+
+            def late(group: Group, whole: Callable[[Group], torch.Tensor] = whole) -> torch.Tensor:
+                torch.cuda._sleep(400_000_000)
+                return whole(group)
+
+            monkeypatch.setattr(Group, "grads", late)
+        optimizer.step()
+        optimizer.synchronize()
+        runs.append([param.detach().cpu() for param in params])
+        optimizer.close()
+    for by_host, by_gpu in zip(*runs, strict=True):
+        assert torch.equal(by_host, by_gpu)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

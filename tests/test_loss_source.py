@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from parity_api.runs import Case, ds_config
+from parity_api.models import make_llama
+from parity_api.runs import Case, ds_config, train
 from parity_api.small import message_of, rows
 from ranks.pool import run_on_ranks
 from torch import nn
@@ -86,3 +87,23 @@ def test_a_loss_from_elsewhere_is_no_step() -> None:
     for message in run_on_ranks(2, ones_job):
         assert message.startswith("backward: the loss depends on no trained parameter")
         assert "| step: no backward since the last step" in message
+
+
+def compiled_last_job(eager: bool) -> list[float]:
+    """Only the last layer is trained, and it is compiled whole: by a backend, or one time or another run as written."""
+    model = make_llama()
+    model.requires_grad_(False)
+    model.model.layers[-1].requires_grad_(True)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    with torch.compiler.set_stance("force_eager" if eager else "default"):
+        engine, *_ = heavylift.initialize(model=model, config=ds_config(Case("llama", 3, "cpu"), dist.get_world_size()))
+        losses = train(engine, "llama", "fp32", 1).losses
+        engine.destroy()
+    return list(losses)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_compiled_layer_that_runs_as_it_is_written(ranks: int) -> None:
+    compiled, eager = (run_on_ranks(ranks, compiled_last_job, flag)[0] for flag in (False, True))
+    assert eager == pytest.approx(compiled, rel=1e-5) and len(eager) > 1

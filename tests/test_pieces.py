@@ -5,6 +5,8 @@ The CUDA driver is a played one, whose copies are late.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -172,6 +174,29 @@ def test_a_copy_that_fails_is_told(fails_at: int) -> None:
     with the_kernel().pool(3) as pool, pytest.raises(RuntimeError, match="from or to the device: .* error 201"):
         the_kernel().adamw_step_(pool, failing, HYPER)
     played.synchronize()
+
+
+def test_a_pool_that_is_closed_does_not_wait_for_a_device_that_never_answers() -> None:
+    tensors, played = draw(StateFormat.SPLIT, torch.bfloat16)(), PlayedDriver(stands_still=True)
+    assert tensors.param_out is not None
+    ring = make_ring(played, torch.bfloat16, fetches_grads=True)
+    shards = ((slice(0, NUMEL), tensors.param_out.clone()),)
+    traffic = Traffic(shards, True, True, ring, played.driver, DOWN, UP)
+    pool, said = the_kernel().pool(2), []
+
+    def step() -> None:
+        try:
+            the_kernel().adamw_step_(pool, replace(tensors, param_out=None, traffic=traffic), HYPER)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    while not played.copies:  # it has begun
+        time.sleep(0.01)
+    pool.close()
+    thread.join()
+    assert len(said) == 1 and said[0].endswith("error 600")
 
 
 class PlayedStream:

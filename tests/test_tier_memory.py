@@ -1,9 +1,8 @@
 """Memory of the tiers: what the plan says is what is allocated, it stays so, and ranks share it.
 
 Formulas: 12 bytes per element of float32 states (master, exp_avg, exp_avg_sq), 10 split, 8 with
-bfloat16 moments, 4 more for an accumulator; two
-staging slots with the updated parameters of the largest group, and its gradients once (synchronous step) or those of
-all groups (overlapped schedules).
+bfloat16 moments, 4 more for an accumulator; a staging ring, here of two places as large as the largest group, for
+parameters and (synchronous step) gradients, or the gradients of all groups (overlapped schedules).
 """
 
 from __future__ import annotations
@@ -145,6 +144,12 @@ def test_allocation_is_the_plan_and_the_formula(name: str, small: Path) -> None:
         if share == 1 and setup.streamed_share in (0, 1):
             assert host == pytest.approx(state_bytes * elements + staging, rel=0.05)
         assert host <= 1.05 * (state_bytes * elements * share + staging)
+
+
+def test_a_share_that_rounds_to_nothing(small: Path) -> None:
+    setup = Setup(schedule="deferred", ratio=1e-9)
+    for rank in run_on_ranks(2, usage_job, small, setup):
+        assert rank["usage"][1] == rank["plan"].host_bytes
 
 
 @pytest.mark.parametrize("name", ["host_accumulation", "part", "device", "overlapped"])

@@ -10,7 +10,7 @@ and sharded parameters count whole. Left out: the backward pass, which the repor
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,6 +77,7 @@ class FlopsProfiler:
         self._calls: list[_Call] = []
         self._ignored_flops = 0
         self._mha_fastpath = True
+        self._eagerly = ExitStack()
 
     # ---- measuring ------------------------------------------------------------------------------------------------
 
@@ -88,6 +89,8 @@ class FlopsProfiler:
         # one fused operator otherwise, whose inside nobody counts
         self._mha_fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
+        # compiled layers run as they are written: inside of a graph nobody counts, and one without breaks would not run
+        self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
         self._counter = FlopCounterMode(display=False, custom_mapping=more_operators())
         self._counter.__enter__()
         ignored = tuple(ignore_list or ())
@@ -104,6 +107,7 @@ class FlopsProfiler:
         self._counter.__exit__(None, None, None)
         self._counter = None
         torch.backends.mha.set_fastpath_enabled(self._mha_fastpath)
+        self._eagerly.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

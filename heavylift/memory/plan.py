@@ -125,7 +125,7 @@ def make_plan(
     ring_size = options.ring_size(by_cpu, streamed, dtype)
     if ring_size is not None:
         pinned_bytes += whole_pages(ring_size.num_bytes)
-    if any(host_numels) and options.keeps_gradients:
+    if numels and options.keeps_gradients:
         pinned_bytes += whole_pages(kept_gradient_bytes(by_cpu, dtype, len(numels), options.gradients_on))
     # what the CPU steps leaves the device in backward, unless it shall not or a part of the group is stepped there
     stays = not options.overlapped or options.gradients_on is Tier.DEVICE

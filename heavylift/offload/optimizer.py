@@ -195,9 +195,6 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
             for step in (step for steps in steps_of.values() for step in steps):
                 step.segment.num_steps -= 1
         else:
-            self._stepper.streams.step_after_current()
-            if self._streamed is not None:
-                self._streamed.after_current()
             for group, parts in zip(self.groups, self.parts, strict=True):
                 self._step_host_parts_now(group, parts, scaled(steps_of[group], coefficient))
             on_device.run(coefficient)
@@ -213,13 +210,23 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
                 continue
             grads = group.grads()[part.start : part.stop] if part.accumulator is None else None
             group.gate.close()
-            if part.streamed:
-                assert self._streamed is not None
-                self._streamed.run(part, steps, grads)
-                continue
-            grads = part.accumulator if grads is None else grads
-            assert grads is not None
-            self._stepper.step_host_part(part, steps, grads)
+            try:
+                self._step_host_part_now(part, steps, grads)
+            except BaseException as error:
+                group.gate.open(None, error)  # whoever reads the group would wait for ever
+                raise
+
+    def _step_host_part_now(self, part: Part, steps: list[SegmentStep], grads: torch.Tensor | None) -> None:
+        """`grads`: of the part, behind what has been issued on the current stream; None: its accumulator."""
+        if part.streamed:
+            assert self._streamed is not None
+            self._streamed.after_current()
+            self._streamed.run(part, steps, grads)
+            return
+        self._stepper.streams.step_after_current()
+        grads = part.accumulator if grads is None else grads
+        assert grads is not None
+        self._stepper.step_host_part(part, steps, grads)
 
     def _gradient_sums(self) -> torch.Tensor:
         """Sum of squares of each group's gradient, float64 [groups]."""

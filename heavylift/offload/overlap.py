@@ -198,7 +198,8 @@ class OverlappedSteps:
                 self._kept[host_part].copy_(flat[host_part.start : host_part.stop], non_blocking=True)
             self._sums_host[index].copy_(self.sums[index], non_blocking=True)
         state.d2h_event = record(streams.d2h)
-        if state.grads_device is None:
+        if host_part in self._kept:
+            # also where a device part keeps it: that may be stepped and gone before the copy is done
             self._hold_until_copied(state.d2h_event, flat)
         if self._speculating:
             grads = self._grads_of(host_part, state)
@@ -269,6 +270,8 @@ class OverlappedSteps:
         """
         if self._speculating:
             self._check_unchanged()
+        else:
+            self._stepper.streams.step_after_current()  # parameters that come down may have been written meanwhile
         for place, group in enumerate(self._groups):
             state, part = self._state[group], self._host_part[group]
             if skip:
@@ -385,6 +388,7 @@ class OverlappedSteps:
 
     def finish_accumulated(self, steps_of: dict[Group, list[SegmentStep]]) -> None:
         """Deferred steps from the accumulators, which are zero afterwards; the hyperparameters hold the coefficient."""
+        self._stepper.streams.step_after_current()  # parameters that come down may have been written meanwhile
         on_device, accumulators = DeviceSteps(self._stepper.device), []
         for place, group in enumerate(self._groups):
             for part in self._parts[group]:

@@ -42,7 +42,7 @@ LR = 1e-3
 CHUNK = 100_003
 """Elements that are streamed together: several chunks a group, cut inside parameters."""
 PIECE = 100_096
-"""Elements that the CPU steps before it sends them up: likewise."""
+"""Elements that pass through a place of the staging ring: likewise."""
 LIMIT, STRIKES = 1e6, 0.05
 """Above and below all gradient norms of these runs."""
 
@@ -80,7 +80,11 @@ def build(folder: Path, setup: Setup, device: torch.device, gated: bool = True) 
         streamed_share=setup.streamed_share,
         gradients_on=Tier(setup.gradients_on),
     )
-    with nullcontext() if gated else without_gates(), patch("heavylift.offload.streamed.CHUNK_NUMEL", CHUNK):
+    small = (
+        patch("heavylift.offload.streamed.CHUNK_NUMEL", CHUNK),
+        patch("heavylift.offload.staging.PIECE_NUMEL", PIECE),
+    )
+    with nullcontext() if gated else without_gates(), small[0], small[1]:
         optimizer = build_optimizer(sharded, param_groups(model, setup), options, lr=LR, betas=BETAS, eps=1e-8)
     return Engine(sharded, optimizer, device)
 
@@ -88,8 +92,7 @@ def build(folder: Path, setup: Setup, device: torch.device, gated: bool = True) 
 def train(folder: Path, setup: Setup, device: torch.device, steps: Sequence[Rows], disturbance: Disturbance) -> Outcome:
     """The steps on this rank. A collective."""
     engine = build(folder, setup, device, disturbance.gated)
-    with patch("heavylift.offload.stepping.PIECE_NUMEL", PIECE):
-        return observe(engine, steps, setup.accumulation, disturbance)
+    return observe(engine, steps, setup.accumulation, disturbance)
 
 
 def comparisons(folder: Path, device: torch.device) -> list[dict[str, Any]]:

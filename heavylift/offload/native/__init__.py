@@ -411,4 +411,4 @@ def load() -> NativeKernel | None:
         return None
 
 
-__all__ = ["LIBRARY_NAME", "NativeKernel", "ThreadPool", "copy_to_device", "load"]
+__all__ = ["LIBRARY_NAME", "NativeKernel", "ThreadPool", "load"]

@@ -77,6 +77,7 @@ inline double now_s() {
 }
 
 constexpr int kOutOfMemory = 2;  // CUDA_ERROR_OUT_OF_MEMORY
+constexpr double kPatience = 2;  // seconds: the pool shall end, and nothing has moved
 
 template <class Job>
 class Pieces {
@@ -157,7 +158,7 @@ class Pieces {
   void manage(bool alone) {
     int64_t issued = 0, sent = 0, num_working = 0;
     int64_t working[kMaxSlots];  // pieces that have arrived and have not been sent
-    double idle_since = now_s();
+    double idle_since = now_s(), moved_at = idle_since;
     while (sent < num_pieces_ && !failed()) {
       const int64_t begun = alone ? sent : begun_chunks(pool_) / chunks_per_piece_;
       for (; issued < num_pieces_ && issued < begun + traffic_.ahead && num_free_ > 0; ++issued) fetch(issued);
@@ -178,7 +179,13 @@ class Pieces {
         moved = true;
         if (num_working == 0) idle_since = now_s();
       }
-      if (!moved) rest();
+      if (moved) {
+        moved_at = now_s();
+        continue;
+      }
+      // a program that ends must not wait for a device, or another rank, that never answers
+      if (pool_->closing.load(std::memory_order_relaxed) && now_s() - moved_at > kPatience) note(kNotReady);
+      rest();
     }
   }
 

@@ -72,6 +72,7 @@ struct Pool {
   std::atomic<uint64_t> generation{0};
   std::atomic<int> num_busy{0};
   std::atomic<bool> stopped{false};
+  std::atomic<bool> closing{false};  // somebody waits in destroy_pool
   const void *job = nullptr;
   RunChunk run_chunk = nullptr;
   pid_t owner = 0;
@@ -223,6 +224,7 @@ Pool *create_pool(int num_threads, const int *cpu_ids) {
 // that comes too late finds a stopped pool instead of freed memory, and computes by itself.
 void destroy_pool(Pool *pool) {
   if (pool->owner != getpid()) return;
+  pool->closing.store(true, std::memory_order_relaxed);
   pthread_mutex_lock(&pool->run_mutex);
   if (!pool->stopped.load(std::memory_order_acquire)) stop_workers(pool, pool->num_threads);
   pthread_mutex_unlock(&pool->run_mutex);
