@@ -30,7 +30,7 @@ from heavylift.memory.activations import (
 )
 from heavylift.memory.machine import MachineMemory
 from heavylift.memory.peak import GroupLoad, Peak, find_peak
-from heavylift.memory.plan import MemoryPlan, check_plan, host_floor_bytes, make_plan
+from heavylift.memory.plan import MemoryPlan, check_left, check_plan, host_floor_bytes, make_plan
 from heavylift.models.load import build_on_meta, load_hf_config
 from heavylift.models.loss_head import install_loss_head
 from heavylift.offload.options import TieredOptions
@@ -332,6 +332,20 @@ def test_programs_on_a_gpu_must_have_room_beside_the_states() -> None:
     assert host_floor_bytes(MachineMemory(10 * GIB, GIB), 1) == GIB
     assert host_floor_bytes(MachineMemory(505 * GIB, GIB), 4) == 13 * GIB
     assert host_floor_bytes(MachineMemory(505 * GIB, None), 4) == 0
+
+
+def test_what_is_left_beside_the_states_must_be_something() -> None:
+    states = replace(PLAN, host_state_bytes=int(121.25 * GIB))
+    check_left(GIB, states, 1, "lower engine.ratio")
+    with pytest.raises(UserError) as caught:
+        check_left(GIB * 2 // 3, states, 1, "lower engine.ratio, which is 0.75")
+    assert str(caught.value) == (
+        "host memory: 0.67 GiB are left beside 122.2 of optimizer states: programs would stand still for want of it; "
+        "lower engine.ratio, which is 0.75, or end what else takes memory on this machine"
+    )
+    # a small model on a small machine; nothing on the host
+    check_left(GIB // 8, replace(PLAN, host_state_bytes=GIB // 2, pinned_bytes=0), 4, "")
+    check_left(0, replace(PLAN, host_state_bytes=0, pinned_bytes=0), 1, "")
 
 
 def test_both_problems_come_together_each_with_what_would_fit() -> None:

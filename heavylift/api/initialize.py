@@ -15,7 +15,7 @@ from heavylift.api.arguments import find_config
 from heavylift.api.dataloader import EngineDataLoader, check_dataset
 from heavylift.api.distributed import discover_ranks, init_distributed
 from heavylift.api.engine import Engine
-from heavylift.api.memory_check import check_memory
+from heavylift.api.memory_check import check_memory, check_memory_left
 from heavylift.api.optimizer_choice import OptimizerChoice, choose_optimizer
 from heavylift.api.owners import register_optimizer
 from heavylift.api.partition import mark_sharded
@@ -194,6 +194,7 @@ def build_optimizer(
             "which keeps a share on the device, or use fewer ranks on this machine or a smaller model"
         ) from None
     prepared.give_masters(tiered)
+    check_memory_left(plan, options, ranks)
     return tiered
 
 

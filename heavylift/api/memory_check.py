@@ -14,7 +14,7 @@ import torch
 from heavylift.config.schema import Schedule, Tier
 from heavylift.memory.fit import Setting, exact_changes, fits, highest_ratio
 from heavylift.memory.machine import MachineMemory, agree, measure
-from heavylift.memory.plan import MemoryPlan, check_plan
+from heavylift.memory.plan import MemoryPlan, check_left, check_plan
 from heavylift.memory.planner import ModelPlanner
 from heavylift.offload.options import TieredOptions
 from heavylift.ranks import Ranks
@@ -46,6 +46,14 @@ def check_memory(sharded: ShardedModel, dtype: torch.dtype, options: TieredOptio
     plan = planner.plan(options)
     check_plan(plan, machine, local, options, lambda: _remedies(planner, options, machine, local))
     return plan
+
+
+def check_memory_left(plan: MemoryPlan, options: TieredOptions, ranks: Ranks) -> None:
+    """After the states were allocated: whether anything is left beside them. A collective on GPUs; raises UserError on
+    every rank."""
+    if ranks.device.type == "cuda":
+        left = agree(measure(ranks.device), ranks.device).host_available_bytes
+        check_left(left, plan, ranks.local_world_size, f"lower {_OFFLOAD}.ratio, which is {options.ratio:g}")
 
 
 def _remedies(planner: _StatesPlanner, options: TieredOptions, machine: MachineMemory, local: int) -> list[str]:

@@ -34,6 +34,8 @@ HOST_PROGRAMS_BYTES = 3 * GIB
 launcher."""
 HOST_FLOOR_SHARE = 0.1
 """...but not more than this share of the free memory: small runs take less."""
+HOST_LEAST_BYTES = GIB
+"""What must be left free of it in any case, once the states are there."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,18 @@ def check_plan(
     if problems:
         hint = _hint(list(remedies()) if remedies is not None else [], has_device)
         raise UserError(*(f"{problem}; {hint}" for problem in problems))
+
+
+def check_left(left_bytes: int, plan: MemoryPlan, local_world_size: int, remedy: str) -> None:
+    """Raises UserError when hardly any host memory is left beside the states, which have been allocated beside a GPU:
+    something else has taken what the plan had found free. `remedy`: which key to lower."""
+    taken = plan.host_bytes * local_world_size
+    if taken == 0 or left_bytes >= min(HOST_LEAST_BYTES, (taken + left_bytes) // 20):
+        return
+    raise UserError(
+        f"host memory: {left_bytes / GIB:.2f} GiB are left beside {taken / GIB:.1f} of optimizer states: programs "
+        f"would stand still for want of it; {remedy}, or end what else takes memory on this machine"
+    )
 
 
 def _hint(found: Sequence[str], has_device: bool) -> str:
