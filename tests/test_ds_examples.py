@@ -185,7 +185,10 @@ def test_usage(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        *(({"RATIO": r}, f"RATIO: expected a number from 0 to 1, got '{r}'") for r in ("2", ".5", "1.", "0.", "half")),
+        *(
+            ({"RATIO": r}, f"RATIO: expected a number from 0 to 1, like 0.85, got '{r}'")
+            for r in ("2", ".5", "1.", "0.", "half")
+        ),
         ({"OUTPUT_DIR": "/proc/no/folder"}, "OUTPUT_DIR: cannot make the folder '/proc/no/folder'"),
     ],
 )
@@ -422,6 +425,37 @@ def test_a_model_that_is_not_there_is_told_in_the_programs_own_words(tmp_path: P
     assert run.rc == 2
     said = "error: /nope: no such model folder; change --model_name (finetune.sh: MODEL)"
     assert [line for line in run.stderr.splitlines() if line.startswith("error:")] == [said]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "blocked", "said"),
+    [
+        (
+            ["--output_dir", "{file}/run"],
+            None,
+            "error: --output_dir {file}/run: cannot make the folder, as {file} is",
+        ),
+        ([], "metrics.jsonl", "error: --output_dir run: metrics.jsonl in it is a folder; move it away"),
+        ([], "ds_config.json", "error: OUTPUT_DIR: cannot write the file 'run/ds_config.json'"),
+        (
+            ["--bench_steps", 99_999_999],
+            None,
+            "error: num_samples: Input should be less than or equal to 100000000",
+        ),
+        (["--num_train_epochs", "1e9"], None, "error: num_train_epochs: Input should be less than or equal to"),
+    ],
+)
+def test_what_cannot_be_is_one_line(arguments: list[Any], blocked: str | None, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    if blocked is not None:
+        (tmp_path / "run" / blocked).mkdir(parents=True)
+    arguments = [str(argument).format(file=file) for argument in arguments]
+    run = finetune("superoffload", 2, *arguments, cwd=tmp_path, MODEL=str(SHAPE), OUTPUT_DIR="run", NUM_GPUS="1")
+    assert run.rc == 2
+    lines = [line for line in run.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and lines[0].startswith(said.format(file=file)), run.stderr
+    assert "Traceback" not in run.stderr
 
 
 def test_the_programs_words_are_those_of_its_switches_and_scripts() -> None:

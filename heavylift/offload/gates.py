@@ -120,19 +120,33 @@ class GatedAllGather(DefaultAllGather):
 def install_gate(module: nn.Module, gate: Gate, num_shards: int) -> None:
     """Puts `gate` in front of every read of the shards that `module` gathers.
 
-    Call after `fully_shard` (and after `module.compile()`). `num_shards`: ranks that the parameters are sharded over.
+    Call after `fully_shard`. `num_shards`: ranks that the parameters are sharded over.
     """
     if num_shards > 1:
         assert isinstance(module, FSDPModule), f"{type(module)} is not under fully_shard"
         module.set_custom_all_gather(GatedAllGather(gate))
         return
-    compiled = module._compiled_call_impl
-    if compiled is None:
-        # prepend: before FSDP2's own pre-hook, which at one shard reads the shard itself
-        module.register_forward_pre_hook(lambda *_: gate.wait(), prepend=True)
+    if module._compiled_call_impl is not None:
+        _stand_in_front(module, gate)
         return
+    # prepend: before FSDP2's own pre-hook, which at one shard reads the shard itself
+    handle = module.register_forward_pre_hook(lambda *_: gate.wait(), prepend=True)
+    compile_module = module.compile
 
-    # `module.compile()` traces the pre-hooks too, and a gate is nothing to trace: stand in front of the compiled call
+    # `module.compile()` traces the pre-hooks too, and would wait at the gate once, while it compiles, and never again
+    def compile_behind_gate(*args: Any, **kwargs: Any) -> None:
+        handle.remove()
+        compile_module(*args, **kwargs)
+        _stand_in_front(module, gate)
+
+    module.compile = compile_behind_gate  # type: ignore[method-assign]
+
+
+def _stand_in_front(module: nn.Module, gate: Gate) -> None:
+    """Of the compiled call."""
+    compiled = module._compiled_call_impl
+    assert compiled is not None, type(module)
+
     def gated(*args: Any, **kwargs: Any) -> Any:
         gate.wait()
         return compiled(*args, **kwargs)

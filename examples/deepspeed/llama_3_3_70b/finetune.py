@@ -19,6 +19,7 @@ import torch.distributed as dist
 from arguments import parse_arguments, recipe_of
 from data import fetch_dataset, has_tokenizer, make_plan
 from placement import Placement
+from pydantic import ValidationError
 from report import StepReport, log_line, wait_for_device
 from torch import nn
 from words import in_own_words
@@ -90,8 +91,14 @@ def main(argv: list[str] | None = None, machine: MachineMemory | None = None) ->
 
 
 def check_output(args: argparse.Namespace) -> None:
-    """Raises UserError where what would be saved after training is there already, from an earlier run."""
+    """Raises UserError where nothing can be written, and where what would be saved after training is there already,
+    from an earlier run."""
     folder = Path(args.output_dir)
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise UserError(f"--output_dir {folder}: cannot make the folder, as {above} is no folder or cannot be written")
+    if (folder / "metrics.jsonl").is_dir():
+        raise UserError(f"--output_dir {folder}: metrics.jsonl in it is a folder; move it away")
     wanted = {"model": args.save_model, "checkpoint": args.save_checkpoint}
     there = [str(folder / name) for name, saves in wanted.items() if saves and (folder / name).exists()]
     if there:
@@ -140,7 +147,14 @@ def make_recipe(args: argparse.Namespace, settings: Settings, say: Any) -> Recip
         say(f"RANDOM WEIGHTS: no *.safetensors in {folder}; speed and memory are real, the model learns nothing useful")
     if not tokenizes:
         say(f"RANDOM TOKENS: no tokenizer in {folder}; every sample has {args.max_length} of them")
-    return recipe_of(args, has_weights=has_weights, has_tokenizer=tokenizes, rows_per_step=settings.batch.train_batch)
+    try:
+        return recipe_of(
+            args, has_weights=has_weights, has_tokenizer=tokenizes, rows_per_step=settings.batch.train_batch
+        )
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']}" for e in error.errors()]
+        remedy = "lower the batch size, --bench_steps or --num_train_epochs"
+        raise UserError(*(f"{line}; {remedy}" for line in lines)) from None
 
 
 def build_model(recipe: Recipe, hf_config: Any, folder: Path, ranks: Ranks) -> nn.Module:

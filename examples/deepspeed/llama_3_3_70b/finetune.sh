@@ -45,7 +45,7 @@ ratio=${RATIO:-$([[ $mode == superoffload ]] && echo 0.90 || echo 1.0)}
 [[ -n ${RATIO:-} ]] || set -- --fit_ratio "$@"
 # as JSON writes numbers: digits on both sides of a point
 if ! [[ $ratio =~ ^(0|1|1\.0+|0\.[0-9]+)$ ]]; then
-    echo "error: RATIO: expected a number from 0 to 1, got '$ratio'" >&2
+    echo "error: RATIO: expected a number from 0 to 1, like 0.85, got '$ratio'" >&2
     exit 2
 fi
 
@@ -60,6 +60,10 @@ if ! mkdir -p "$output_dir" 2> /dev/null; then
     exit 2
 fi
 config=$output_dir/ds_config.json
+if ! : 2> /dev/null > "$config"; then
+    echo "error: OUTPUT_DIR: cannot write the file '$config'" >&2
+    exit 2
+fi
 cat > "$config" <<JSON
 {
   "train_micro_batch_size_per_gpu": $batch_size,
