@@ -244,6 +244,17 @@ def test_fused_revisions_equal_their_specification(numel: int, state_format: Sta
         _assert_same(on_gpu, on_cpu, f"revision {coefficient} {state_format}")
 
 
+def _ten_steps(optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Steps with the same gradients every time; the parameters and all states after them, on the CPU."""
+    grads = torch.Generator().manual_seed(2)
+    for _ in range(10):
+        loss = sum((p * torch.randn(p.shape, generator=grads).to(p.device, torch.bfloat16)).sum() for p in params)
+        loss.backward()
+        optimizer.step()
+    state = optimizer.state_dict()["state"]
+    return [p.detach().cpu() for p in params] + [t.cpu() for e in state.values() for t in e.values()]
+
+
 @pytest.mark.parametrize("state_format", [StateFormat.FP32, StateFormat.SPLIT])
 def test_ten_steps_of_states_streamed_through_the_device(state_format: StateFormat) -> None:
     """As the optimizer does it: several chunks, two parameters, page-locked memory; beside the step on the CPU."""
@@ -259,13 +270,7 @@ def test_ten_steps_of_states_streamed_through_the_device(state_format: StateForm
         options = replace(options, state_format=state_format)
         with patch("heavylift.offload.streamed.CHUNK_NUMEL", 60_007):
             optimizer = TieredAdamW(params, lr=1e-2, weight_decay=0.1, options=options)
-        grads = torch.Generator().manual_seed(2)
-        for _ in range(10):
-            loss = sum((p * torch.randn(p.shape, generator=grads).to(device, torch.bfloat16)).sum() for p in params)
-            loss.backward()
-            optimizer.step()
-        state = optimizer.state_dict()["state"]
-        runs.append([p.detach().cpu() for p in params] + [t.cpu() for e in state.values() for t in e.values()])
+        runs.append(_ten_steps(optimizer, params))
         assert (optimizer.usage.pinned_bytes > 9 * 0.9 * 383_001) == (device == "cuda")
         optimizer.close()
     for by_cpu, by_gpu in zip(*runs, strict=True):
@@ -297,13 +302,7 @@ def test_ten_steps_piece_by_piece(
         groups = [make_group("first", [("a", params[0])]), make_group("second", [("b", params[1]), ("c", params[2])])]
         gathered = [group for group in groups if group is not None]
         optimizer = TieredAdamW(params, lr=1e-2, weight_decay=0.1, options=options, groups=gathered)
-        grads = torch.Generator().manual_seed(2)
-        for _ in range(10):
-            loss = sum((p * torch.randn(p.shape, generator=grads).to(device, torch.bfloat16)).sum() for p in params)
-            loss.backward()
-            optimizer.step()
-        state = optimizer.state_dict()["state"]
-        runs.append([p.detach().cpu() for p in params] + [t.cpu() for e in state.values() for t in e.values()])
+        runs.append(_ten_steps(optimizer, params))
         optimizer.close()
     for by_host, by_kernel, plainly in zip(*runs, strict=True):
         assert torch.equal(by_host, by_kernel) and torch.equal(by_host, plainly)

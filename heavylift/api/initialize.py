@@ -15,7 +15,7 @@ from heavylift.api.arguments import find_config
 from heavylift.api.dataloader import EngineDataLoader, check_dataset
 from heavylift.api.distributed import discover_ranks, init_distributed
 from heavylift.api.engine import Engine
-from heavylift.api.memory_check import check_memory, check_memory_left
+from heavylift.api.memory_check import OFFLOAD, check_memory
 from heavylift.api.optimizer_choice import OptimizerChoice, choose_optimizer
 from heavylift.api.owners import register_optimizer
 from heavylift.api.partition import mark_sharded
@@ -28,6 +28,7 @@ from heavylift.config.words import shown
 from heavylift.errors import UserError
 from heavylift.launch.binding import bind_unless_bound
 from heavylift.launch.cores import split_cores
+from heavylift.memory.plan import check_left_on
 from heavylift.offload.formats import check_format
 from heavylift.offload.groups import make_group
 from heavylift.offload.optimizer import TieredAdamW
@@ -194,7 +195,7 @@ def build_optimizer(
             "which keeps a share on the device, or use fewer ranks on this machine or a smaller model"
         ) from None
     prepared.give_masters(tiered)
-    check_memory_left(plan, options, ranks)
+    check_left_on(ranks.device, plan, ranks.local_world_size, options.ratio, f"{OFFLOAD}.ratio")
     return tiered
 
 

@@ -14,13 +14,13 @@ import torch
 from heavylift.config.schema import Schedule, Tier
 from heavylift.memory.fit import Setting, exact_changes, fits, highest_ratio
 from heavylift.memory.machine import MachineMemory, agree, measure
-from heavylift.memory.plan import MemoryPlan, check_left, check_plan
+from heavylift.memory.plan import MemoryPlan, check_plan
 from heavylift.memory.planner import ModelPlanner
 from heavylift.offload.options import TieredOptions
 from heavylift.ranks import Ranks
 from heavylift.sharding import ShardedModel
 
-_OFFLOAD = "zero_optimization.offload_optimizer"
+OFFLOAD = "zero_optimization.offload_optimizer"
 
 
 class _StatesPlanner(ModelPlanner):
@@ -46,14 +46,6 @@ def check_memory(sharded: ShardedModel, dtype: torch.dtype, options: TieredOptio
     plan = planner.plan(options)
     check_plan(plan, machine, local, options, lambda: _remedies(planner, options, machine, local))
     return plan
-
-
-def check_memory_left(plan: MemoryPlan, options: TieredOptions, ranks: Ranks) -> None:
-    """After the states were allocated: whether anything is left beside them. A collective on GPUs; raises UserError on
-    every rank."""
-    if ranks.device.type == "cuda":
-        left = agree(measure(ranks.device), ranks.device).host_available_bytes
-        check_left(left, plan, ranks.local_world_size, f"lower {_OFFLOAD}.ratio, which is {options.ratio:g}")
 
 
 def _remedies(planner: _StatesPlanner, options: TieredOptions, machine: MachineMemory, local: int) -> list[str]:
@@ -82,7 +74,7 @@ def _to_host(options: TieredOptions, machine: MachineMemory) -> Iterator[_Change
     if options.tier is Tier.DEVICE and machine.device_available_bytes is not None:
         # with the schedule that runs there when nothing else is asked for
         moved = replace(options, tier=Tier.HOST, ratio=1.0, schedule=Schedule.AUTO)
-        yield _Change((f'{_OFFLOAD}.device "cpu"',), moved)
+        yield _Change((f'{OFFLOAD}.device "cpu"',), moved)
 
 
 def _exact(options: TieredOptions, dtype: torch.dtype) -> Iterator[_Change]:
@@ -110,4 +102,4 @@ def _with_ratio(change: _Change, planner: _StatesPlanner, machine: MachineMemory
     options = replace(change.options, ratio=ratio)
     if ratio == 0 or not fits(planner.plan(options), machine, local):
         return None
-    return _Change((*change.words, f"{_OFFLOAD}.ratio {ratio}"), options)
+    return _Change((*change.words, f"{OFFLOAD}.ratio {ratio}"), options)

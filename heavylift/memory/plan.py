@@ -16,7 +16,7 @@ import torch
 
 from heavylift.config.schema import Tier
 from heavylift.errors import UserError
-from heavylift.memory.machine import MachineMemory
+from heavylift.memory.machine import MachineMemory, agree, measure
 from heavylift.memory.peak import GroupLoad, find_peak
 from heavylift.offload.options import TieredOptions
 from heavylift.offload.overlap import MAX_COPYING, kept_gradient_bytes
@@ -243,6 +243,14 @@ def check_left(left_bytes: int, plan: MemoryPlan, local_world_size: int, remedy:
         f"host memory: {left_bytes / GIB:.2f} GiB are left beside {taken / GIB:.1f} of optimizer states: programs "
         f"would stand still for want of it; {remedy}, or end what else takes memory on this machine"
     )
+
+
+def check_left_on(device: torch.device, plan: MemoryPlan, local_world_size: int, ratio: float, key: str) -> None:
+    """`check_left` with what this machine has free now. A collective on GPUs; elsewhere nothing is checked. `key`: what
+    sets `ratio`, for the message."""
+    if device.type == "cuda":
+        left_bytes = agree(measure(device), device).host_available_bytes
+        check_left(left_bytes, plan, local_world_size, f"lower {key}, which is {ratio:g}")
 
 
 def _hint(found: Sequence[str], has_device: bool) -> str:

@@ -87,17 +87,20 @@ class StagingRing:
         self._slab = HostSlab(size.num_bytes, pinned=is_cuda, usage=usage)
         self.piece_numel = size.piece_numel
 
-        def take(wanted: bool, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        def take(numel: int, dtype: torch.dtype) -> torch.Tensor:
             # touch every page now: memory that is not there must fail before training
-            return self._slab.take(numel, dtype).zero_() if wanted else None
+            return self._slab.take(numel, dtype).zero_()
 
-        self.slots: list[Slot] = []
-        for _ in range(size.num_slots):
-            param_host = take(True, size.piece_numel, size.dtype)
-            assert param_host is not None
-            grad_host = take(size.fetches_grads, size.piece_numel, size.dtype)
-            self.slots.append(Slot(param_host, grad_host, _event(is_cuda), _event(is_cuda)))
-        self._accumulated = take(size.accumulates, size.numel, torch.float32)
+        self.slots = [
+            Slot(
+                take(size.piece_numel, size.dtype),
+                take(size.piece_numel, size.dtype) if size.fetches_grads else None,
+                _event(is_cuda),
+                _event(is_cuda),
+            )
+            for _ in range(size.num_slots)
+        ]
+        self._accumulated = take(size.numel, torch.float32) if size.accumulates else None
         self._next = 0
 
     def take(self) -> Slot:

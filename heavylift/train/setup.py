@@ -29,7 +29,7 @@ from heavylift.memory.boundaries import BoundaryStore
 from heavylift.memory.checkpointing import checkpoint_layers
 from heavylift.memory.fit import Setting, choose_ratio, remedies
 from heavylift.memory.machine import agree, host_available_bytes, measure
-from heavylift.memory.plan import GIB, MemoryPlan, check_left, check_plan
+from heavylift.memory.plan import GIB, MemoryPlan, check_left_on, check_plan
 from heavylift.memory.planner import ModelPlanner
 from heavylift.models.load import (
     build_on_meta,
@@ -120,9 +120,7 @@ def set_up(recipe: Recipe) -> Run:
         betas=(train.adam_beta1, train.adam_beta2),
         eps=train.adam_epsilon,
     )
-    if ranks.device.type == "cuda":
-        left = agree(measure(ranks.device), ranks.device).host_available_bytes
-        check_left(left, plan, ranks.local_world_size, f"lower engine.ratio, which is {options.ratio:g}")
+    check_left_on(ranks.device, plan, ranks.local_world_size, options.ratio, "engine.ratio")
     engine = Engine(sharded, optimizer, ranks.device)
     recipe = with_ratio(recipe, options.ratio)
     return Run(recipe, ranks, data, engine, plan, hf_config, tokenizer, num_params, num_trainable, dtype)
