@@ -152,6 +152,38 @@ def test_some_parameters_other_classes_and_no_optimizer() -> None:
     assert torch.allclose(*result["loss"])
 
 
+def adam_of_the_file_job() -> dict[str, Any]:
+    """What `bias_correction` and `adam_w_mode` of a file come to, where it decays and where only a group does."""
+    said: dict[str, Any] = {}
+    for name, offload, params, decay in [
+        ("uncorrected", "cpu", {"bias_correction": False}, 0.1),
+        ("no decay", "cpu", {"adam_w_mode": False}, 0.0),
+        ("a group's decay", "none", {"adam_w_mode": False}, 0.1),
+        ("on the host", "cpu", {"adam_w_mode": False}, 0.1),
+        ("uncorrected, L2", "none", {"adam_w_mode": False, "bias_correction": False}, 0.1),
+    ]:
+        model = make_branches()
+        groups = [{"params": list(model.parameters()), "weight_decay": decay}]
+        config = ds_config(Case("branches", 2, offload), 1, optimizer={"type": "Adam", "params": params})
+        try:
+            engine, optimizer, *_ = heavylift.initialize(model=model, model_parameters=groups, config=config)
+        except UserError as error:
+            said[name] = str(error)
+            continue
+        said[name] = (type(optimizer).__name__, optimizer.param_groups[0].get("bias_correction"))
+        engine.destroy()
+    return said
+
+
+def test_adam_as_the_file_describes_it() -> None:
+    said = run_on_ranks(1, adam_of_the_file_job)[0]
+    assert said["uncorrected"] == ("TieredAdamW", False)
+    assert said["no decay"] == ("TieredAdamW", True)
+    assert said["a group's decay"] == ("TorchStep", None), "an L2 term, as adam_w_mode asks"
+    assert "Adam with an L2 term (adam_w_mode false) cannot run on the host" in said["on the host"]
+    assert said["uncorrected, L2"].startswith("optimizer.params.bias_correction: false is there with decoupled")
+
+
 def refusals_job() -> dict[str, str]:
     """What initialize() refuses, and its message."""
     none, cpu = Case("branches", 3, "none"), Case("branches", 3, "cpu")

@@ -218,9 +218,11 @@ def test_convert_tells_of_keys_that_have_no_effect_beside_others(tmp_path: Path)
     config: dict[str, Any] = {"train_batch_size": 1, "bf16": {"enabled": True}}
     config["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
     config["optimizer"] = {"type": "AdamW", "params": {"adam_w_mode": False, "weight_decay": 0.1}}
+    config["optimizer"]["params"]["bias_correction"] = False
     said = run("convert", write_config(tmp_path, config), "--model", "m", "--dataset", "d").stdout
     assert "# - zero_optimization.offload_optimizer.pin_memory: staging buffers are page-locked" in said
     assert "# - optimizer.params.adam_w_mode: AdamW's decay is decoupled" in said and "cpuadam" not in said
+    assert "# - optimizer.params.bias_correction: a recipe's AdamW corrects" in said
 
 
 def test_convert_of_a_bad_file_writes_nothing(tmp_path: Path) -> None:

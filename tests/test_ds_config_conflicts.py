@@ -61,6 +61,10 @@ def zero(stage: int = 3, **keys: Any) -> dict[str, Any]:
             | zero(1, offload_optimizer=CPU),
             "optimizer.params.adam_w_mode: false (L2 decay in the gradient) works with states on the device only",
         ),
+        (
+            {"optimizer": {"type": "Adam", "params": dict(weight_decay=0.1, adam_w_mode=False, bias_correction=False)}},
+            "optimizer.params.bias_correction: false is there with decoupled weight decay only; remove it, or set",
+        ),
         ({"scheduler": {"type": "WarmupL"}}, "scheduler.type: unknown scheduler WarmupL; did you mean WarmupLR?"),
         ({"scheduler": {"type": "StepDown"}}, "scheduler.type: unknown scheduler StepDown; expected one of WarmupLR"),
         ({"scheduler": {"params": {"warmup_num_steps": 1}}}, "scheduler.type: missing beside scheduler.params"),
@@ -149,10 +153,10 @@ def test_combinations_that_are_fine() -> None:
     assert both.precision is Precision.BF16 and both.autocast is not None
     half = load_settings(BASE | {"fp16": ON, "torch_autocast": ON}, 1)
     assert half.autocast is not None and half.autocast.dtype is Precision.FP16 and half.loss_scale is not None
-    # without decay Adam's two modes are the same arithmetic
+    # without decay Adam's two modes are the same arithmetic; parameter groups may decay by themselves
     adam = {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}
     host = load_settings(BASE | adam | zero(1, offload_optimizer=CPU), 1)
-    assert host.optimizer is not None and host.optimizer.decoupled and host.offload.tier is Tier.HOST
+    assert host.optimizer is not None and not host.optimizer.decoupled and host.offload.tier is Tier.HOST
     l2 = {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}}
     device = load_settings(BASE | l2, 1).optimizer
     assert device is not None and not device.decoupled

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from ds_configs import keys_of_note
@@ -139,6 +140,64 @@ def _on(path: Path, value: Any) -> dict[str, Any]:
     elif path[0] in ("fp16", "bf16", "comms_logger", "torch_autocast"):
         config[path[0]].setdefault("enabled", True)
     return config
+
+
+NEEDED_BESIDE: dict[str, dict[str, Any]] = {
+    "optimizer.params.adam_w_mode": {"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}},
+}
+"""What a key needs so that it makes a difference."""
+SAID_TO_CHANGE_NOTHING = {
+    "data_types.param_dtype",  # must agree with fp16 and bf16
+    "gradient_allreduce_op",  # its other value is refused
+    "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.offload_optimizer.super_offload",
+    "zero_optimization.cpu_offload_params",  # as offload_param, which has no effect
+    "zero_optimization.cpu_offload_use_pin_memory",
+}
+"""Their text says so."""
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [pytest.param(p, f, id=written(p)) for p, f in leaves() if key_of(f).status is Status.DONE]
+)
+def test_a_key_that_is_done_arrives(path: Path, field: Any) -> None:
+    """Not all values that a key takes come to the same settings."""
+    default = field.get_default(call_default_factory=True)
+    samples = [default, not default, 0, 0.1, 0.25, 3, 4, "x", [0.5, 0.6], *_choices(field.annotation)]
+    samples += {("optimizer", "type"): ["SGD", "AdamW"], ("scheduler", "type"): ["WarmupLR", "LRRangeTest"]}.get(
+        path, []
+    )
+    configs = [_alone(path, list(one) if isinstance(one, tuple) else one) for one in samples]
+    found = [replace(load_settings(config, 1), notes=()) for config in configs if not problems(config)]
+    assert any(one != found[0] for one in found) is (written(path) not in SAID_TO_CHANGE_NOTHING)
+
+
+def _choices(annotation: Any) -> list[Any]:
+    inner = [one for part in get_args(annotation) for one in _choices(part)]
+    return [*get_args(annotation)] if get_origin(annotation) is Literal else inner
+
+
+def _alone(path: Path, value: Any) -> dict[str, Any]:
+    """A config in which one key decides: its blocks are switched on, and no other key has the last word."""
+    config = nested(path, value)
+    if path == ("train_batch_size",):
+        del config["train_micro_batch_size_per_gpu"]
+    given, block = config, DeepSpeedConfig
+    for name in path[:-1] if len(path) < 3 or path[0] not in ("optimizer", "scheduler") else ():
+        given, block = given[name], block_of(block.model_fields[name])
+        if block.switch is not None:
+            given.setdefault(block.switch, "cpu" if block.switch == "device" else True)
+    if path[0] == "heavylift":
+        config |= {"bf16": {"enabled": True}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    if "zero_optimization" in config:
+        config["zero_optimization"].setdefault("stage", 3)
+    return _merged(config, NEEDED_BESIDE.get(written(path), {}))
+
+
+def _merged(first: Any, second: Any) -> Any:
+    if not (isinstance(first, dict) and isinstance(second, dict)):
+        return second
+    return first | {key: _merged(first.get(key), value) for key, value in second.items()}
 
 
 @pytest.mark.parametrize(

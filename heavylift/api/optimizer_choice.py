@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from heavylift.config.deepspeed.settings import OptimizerSettings, Settings
+from heavylift.config.deepspeed.training import NO_CORRECTION_WITH_L2
 from heavylift.config.schema import Tier
 from heavylift.errors import UserError
 
@@ -108,10 +109,7 @@ def _from_settings(
     decays = settings.weight_decay != 0 or any(group.get("weight_decay", 0) for group in groups)
     coupled = adam and decays and not settings.decoupled
     if coupled and not settings.bias_correction:
-        raise UserError(
-            "optimizer.params.bias_correction: false is there with decoupled weight decay only; remove it, or set "
-            "adam_w_mode to true"
-        )
+        raise UserError(NO_CORRECTION_WITH_L2)
     if adam and not coupled and not settings.more:
         defaults = {
             "lr": settings.lr,

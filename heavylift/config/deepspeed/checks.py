@@ -12,6 +12,7 @@ from itertools import chain
 from heavylift.config.deepspeed.reading import Reading
 from heavylift.config.deepspeed.settings import Precision
 from heavylift.config.deepspeed.training import (
+    NO_CORRECTION_WITH_L2,
     OURS,
     REFUSED_OPTIMIZERS,
     REQUIRED_PARAMS,
@@ -195,13 +196,16 @@ def _optimizer(reading: Reading) -> Found:
             "zero_optimization.offload_optimizer.device to none",
         )
     params = reading.params.get("optimizer")
-    if isinstance(params, AdamParams) and name == "adam" and offloads:
-        if not params.adam_w_mode and params.weight_decay > 0:
+    if isinstance(params, AdamParams) and name == "adam" and not params.adam_w_mode and params.weight_decay > 0:
+        coupled = ("optimizer.params.adam_w_mode", "optimizer.params.weight_decay")
+        if offloads:
             yield (
-                ("optimizer.params.adam_w_mode", "optimizer.params.weight_decay", OPTIMIZER_DEVICE),
+                (*coupled, OPTIMIZER_DEVICE),
                 "optimizer.params.adam_w_mode: false (L2 decay in the gradient) works with states on the device only; "
                 "remove it, or set zero_optimization.offload_optimizer.device to none",
             )
+        if not params.bias_correction:
+            yield (("optimizer.params.bias_correction", *coupled), NO_CORRECTION_WITH_L2)
 
 
 def _unknown_optimizer(type_name: str) -> str:

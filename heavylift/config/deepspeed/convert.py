@@ -101,8 +101,10 @@ def _optimizer(settings: Settings, reading: Reading, draft: _Draft) -> None:
     if optimizer.name not in ("adam", "adamw"):
         draft.remarks.append(f"optimizer.type: {optimizer.name}; a recipe trains with AdamW")
         return
-    if not optimizer.decoupled:
+    if not optimizer.decoupled and optimizer.weight_decay > 0:
         draft.remarks.append("optimizer.params.adam_w_mode: a recipe's weight decay is decoupled (AdamW)")
+    if not optimizer.bias_correction:
+        draft.remarks.append("optimizer.params.bias_correction: a recipe's AdamW corrects its moments' bias")
     names = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
     for key, name in names.items():
         if f"optimizer.params.{key}" in reading.given:

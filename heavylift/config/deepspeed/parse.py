@@ -185,8 +185,9 @@ def _optimizer(reading: Reading) -> OptimizerSettings | None:
         betas=params.betas,
         eps=params.eps,
         weight_decay=params.weight_decay,
-        # without decay the two are the same arithmetic, and the tiers have the decoupled one
-        decoupled=name == "adamw" or params.adam_w_mode or params.weight_decay == 0,
+        # whether anything decays is known once there are parameter groups, which have decays of their own
+        decoupled=name == "adamw" or params.adam_w_mode,
+        bias_correction=params.bias_correction,
     )
 
 

@@ -69,8 +69,9 @@ class OptimizerSettings:
     eps: float = 1e-8
     weight_decay: float = 0.0
     decoupled: bool = True
-    """AdamW's decay; false: plain Adam's L2 term in the gradient (`adam_w_mode: false`)."""
+    """AdamW's decay; false: plain Adam's L2 term in the gradient (`adam_w_mode: false`), where anything decays."""
     bias_correction: bool = True
+    """False: the moments are used as they are, with decoupled decay only."""
     more: dict[str, Any] = field(default_factory=dict)
     """Other parameters, for classes of torch.optim."""
 

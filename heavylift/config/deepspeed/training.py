@@ -33,6 +33,13 @@ class AdamParams(Block):
     max_grad_norm: Annotated[Number, refused("use the top-level key gradient_clipping", agrees=())] = 0.0
 
 
+NO_CORRECTION_WITH_L2 = (
+    "optimizer.params.bias_correction: false is there with decoupled weight decay only; remove it, or set adam_w_mode "
+    "to true"
+)
+"""Why `adam_w_mode` and `bias_correction` are not both false where something decays."""
+
+
 class Optimizer(Block):
     """Which optimizer is built, unless the script passes its own."""
 
