@@ -57,6 +57,44 @@ def test_the_worker_turns_to_forward_order_and_keeps_each_groups_own() -> None:
     assert done == [(3, "first"), (0, "step"), (1, "step"), (1, "correct"), (2, "step")]
 
 
+def test_of_what_backward_brought_the_newest_that_has_arrived_is_done_first() -> None:
+    worker = Worker(torch.device("cpu"), Timeline())
+    gates = [Gate() for _ in range(6)]
+    begun, arrived, done = threading.Event(), set(), []
+    may_go_on = {place: threading.Event() for place in range(6)}
+
+    def task(place: int) -> None:
+        def run() -> None:
+            done.append(place)
+            begun.set()
+            assert may_go_on[place].wait(10)
+            gates[place].open(None)
+
+        worker.submit(place, gates[place], run, lambda: place in arrived)
+
+    def let(place: int, then: int) -> None:
+        begun.clear()
+        may_go_on[place].set()
+        assert begun.wait(10)
+        assert done[-1] == then
+
+    task(5)  # nothing has arrived: the oldest
+    assert begun.wait(10)
+    for place in (4, 3, 2, 1, 0):
+        task(place)
+    arrived |= {4, 3}
+    let(5, then=3)
+    let(3, then=4)
+    let(4, then=2)
+    arrived.add(1)
+    worker.turn_to_forward_order()  # whatever has arrived: by now 1
+    let(2, then=0)
+    let(0, then=1)
+    may_go_on[1].set()
+    worker.drain()
+    worker.close()
+
+
 def test_a_failed_task_opens_all_gates_with_its_error() -> None:
     worker = Worker(torch.device("cpu"), Timeline())
     gates = [Gate(), Gate()]

@@ -1,7 +1,8 @@
 """Overlapped schedules: the step of the host tier runs on a worker thread, beside backward or beside the next forward.
 
     hook (backward, reduce stream)   gradient D2H into the kept gradients, norm part on the device, `param.grad` freed
-    speculative: at once             worker: CPU step as if no clipping were needed, shard H2D, gate opens
+    speculative: at once             worker: CPU step as if no clipping were needed, shard H2D, gate opens; of the
+                                     gradients that have arrived, the newest first
     step()                           norm -> coefficient c, or skip
         deferred                     worker: CPU steps with c in forward order, each opens its gate
         speculative, c = 1           what the worker has not done yet turns to forward order
@@ -66,6 +67,10 @@ class _GroupState:
     """Flat gradient on the device, kept for a device part, and for a host part whose gradient is not copied at once."""
     d2h_event: torch.cuda.Event | None = None
     """Behind the gradient's way to the host, or that of its sum of squares alone."""
+
+
+def _is_past(event: torch.cuda.Event | None) -> bool:
+    return event is None or event.query()
 
 
 def kept_gradient_bytes(by_cpu: Sequence[int], dtype: torch.dtype, num_groups: int, gradients_on: Tier) -> int:
@@ -204,7 +209,7 @@ class OverlappedSteps:
         if self._speculating:
             grads = self._grads_of(host_part, state)
             task = partial(self._speculate, index, host_part, state.steps, grads, state.d2h_event)
-            self._worker_of(host_part).submit(index, group.gate, task)
+            self._worker_of(host_part).submit(index, group.gate, task, partial(_is_past, state.d2h_event))
 
     def _grads_of(self, part: Part, state: _GroupState) -> torch.Tensor:
         """Flat gradient of a host part: kept on the host, or on the device until it is stepped."""

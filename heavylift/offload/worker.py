@@ -14,7 +14,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,8 @@ class _Task:
     """The group's place in the forward order."""
     gate: Gate
     run: Callable[[], None]
+    arrived: Callable[[], bool] | None
+    """Of a task that came in backward, as long as backward goes on: whether it could be done without waiting."""
 
 
 class _Queue:
@@ -50,7 +52,20 @@ class _Queue:
         """The next task; None when there will be none."""
         with self.changed:
             self.changed.wait_for(lambda: self.waiting or self.closed)
-            return self.waiting.pop(0) if self.waiting else None
+            return self.waiting.pop(self._choose()) if self.waiting else None
+
+    def _choose(self) -> int:
+        """Place of the next task among those that wait: the newest that has arrived, else the oldest.
+
+        Where backward brings gradients faster than they are stepped, something is left over at its end. Oldest first,
+        that would be the first layers, which the next forward needs at once; newest first, it is some of the later
+        ones, which have most of the forward left.
+        """
+        for place in reversed(range(len(self.waiting))):
+            arrived = self.waiting[place].arrived
+            if arrived is not None and arrived():
+                return place
+        return 0
 
     def do(self, task: _Task) -> None:
         """Does a task, or only opens its gate where one before it failed."""
@@ -104,7 +119,7 @@ def _work(queue: _Queue, device: torch.device) -> None:
 
 
 class Worker:
-    """Runs tasks in the order in which they came, or in forward order when told so.
+    """Runs tasks in the order in which they came, those of backward newest first, or in forward order when told so.
 
     The CPU kernel inside them releases the GIL.
     """
@@ -119,17 +134,20 @@ class Worker:
         """The operating system's id of the thread."""
         weakref.finalize(self, self._queue.close)
 
-    def submit(self, place: int, gate: Gate, run: Callable[[], None]) -> None:
+    def submit(
+        self, place: int, gate: Gate, run: Callable[[], None], arrived: Callable[[], bool] | None = None
+    ) -> None:
         """Closes `gate` and runs `run`, whose last act is to open it, after the tasks before it.
 
-        `place`: of the group in the forward order. When a task fails, its gate and those of all later tasks are
-        opened with its error.
+        `place`: of the group in the forward order. `arrived`: of a group's only task in backward, asked from the
+        worker's thread; the newest for which it is true is done first. When a task fails, its gate and those of all
+        later tasks are opened with its error.
         """
         gate.close()
         queue = self._queue
         with queue.changed:
             queue.num_pending += 1
-            queue.waiting.append(_Task(place, gate, run))
+            queue.waiting.append(_Task(place, gate, run, arrived))
             queue.changed.notify_all()
 
     def turn_to_forward_order(self) -> None:
@@ -138,8 +156,9 @@ class Worker:
         Tasks came in backward order, so the first group of the forward would be the last to be done, and the forward
         would stand still for all that is left. Tasks of one group keep their order.
         """
-        with self._queue.changed:
-            self._queue.waiting.sort(key=lambda task: task.place)
+        queue = self._queue
+        with queue.changed:
+            queue.waiting = [replace(task, arrived=None) for task in sorted(queue.waiting, key=lambda task: task.place)]
 
     @property
     def num_pending(self) -> int:
