@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity_api.models import make_branches
+from parity_api.models import NUM_STEPS, make_branches
 from parity_api.runs import Case, ds_config, masters, train
 from parity_api.small import warnings_of
 from ranks.pool import run_on_ranks
@@ -16,6 +16,7 @@ from torch import nn
 
 import heavylift
 from heavylift.api import parameters as utils
+from heavylift.api.optimizers import DeepSpeedCPUAdam, FusedAdam
 from heavylift.config.schema import StateFormat
 from heavylift.errors import UserError
 from heavylift.offload.optimizer import TieredAdamW
@@ -182,6 +183,70 @@ def test_adam_as_the_file_describes_it() -> None:
     assert said["a group's decay"] == ("TorchStep", None), "an L2 term, as adam_w_mode asks"
     assert "Adam with an L2 term (adam_w_mode false) cannot run on the host" in said["on the host"]
     assert said["uncorrected, L2"].startswith("optimizer.params.bias_correction: false is there with decoupled")
+
+
+class AdamW(torch.optim.SGD):
+    """Another's class by that name."""
+
+
+class Descending(torch.optim.AdamW):
+    """A step of its own, which TieredAdamW does not have."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(1.0)
+
+
+def lookalikes_job() -> dict[str, Any]:
+    """Which optimizer trains where a script's bears the name of AdamW, derives from it, or is it; and what is said."""
+    seen: dict[str, Any] = {}
+    for kind in (AdamW, Descending, torch.optim.AdamW, torch.optim.Adam, FusedAdam, DeepSpeedCPUAdam):
+        model = make_branches()
+        config = ds_config(Case("branches", 2, "none"), 1)
+        del config["optimizer"]
+        engines: list[Any] = []
+        said = warnings_of(
+            lambda model=model, kind=kind, config=config, engines=engines: engines.extend(
+                heavylift.initialize(model=model, optimizer=kind(model.parameters(), lr=0.1), config=config)[:2]
+            )
+        )
+        engine, used = engines
+        before = masters(engine)
+        after = train(engine, "branches", "fp32", 1).weights
+        moved_by = (before["left.weight"] - after["left.weight"]).unique().tolist()
+        seen[kind.__qualname__ if kind.__module__ == __name__ else f"real {kind.__name__}"] = (
+            type(used).__name__,
+            moved_by if kind is Descending else None,
+            said,
+        )
+        engine.destroy()
+    for kind in (AdamW, Descending):
+        model = make_branches()
+        config = ds_config(Case("branches", 2, "cpu"), 1)
+        with pytest.raises(UserError) as raised:
+            heavylift.initialize(model=model, optimizer=kind(model.parameters(), lr=0.1), config=config)
+        seen[f"{kind.__name__} offloaded"] = str(raised.value)
+    return seen
+
+
+def test_only_adamw_itself_is_taken_over() -> None:
+    seen = run_on_ranks(1, lookalikes_job)[0]
+    note = (
+        "optimizer: test_api_optimizers.{} is not torch.optim's class, so its own step runs, with its states on the "
+        "device; pass torch.optim.AdamW for heavylift's"
+    )
+    assert seen["AdamW"] == ("TorchStep", None, [note.format("AdamW")])
+    kind, moved_by, said = seen["Descending"]
+    assert (kind, said) == ("TorchStep", [note.format("Descending")])
+    assert moved_by == pytest.approx([float(NUM_STEPS)] * len(moved_by)), "steps of its own"
+    for name in ("AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam"):
+        assert seen[f"real {name}"] == ("TieredAdamW", None, []), name
+    for name in ("AdamW", "Descending"):
+        assert seen[f"{name} offloaded"].startswith(
+            f"optimizer: test_api_optimizers.{name} cannot run on the host; use torch.optim.AdamW"
+        )
 
 
 def refusals_job() -> dict[str, str]:

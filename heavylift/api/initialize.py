@@ -16,7 +16,7 @@ from heavylift.api.dataloader import EngineDataLoader, check_dataset
 from heavylift.api.distributed import discover_ranks, init_distributed
 from heavylift.api.engine import Engine
 from heavylift.api.memory_check import OFFLOAD, check_memory
-from heavylift.api.optimizer_choice import OptimizerChoice, choose_optimizer
+from heavylift.api.optimizer_choice import OptimizerChoice, choose_optimizer, note_on
 from heavylift.api.owners import register_optimizer
 from heavylift.api.partition import mark_sharded
 from heavylift.api.prepare import TORCH_DTYPES, PreparedModel, check_model, prepare_model
@@ -99,14 +99,16 @@ def initialize(
         loader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
         engine.training_dataloader = loader
     if ranks.rank == 0:
-        _tell(settings, optimizer is not None)
+        _tell(settings, None if choice is None else choice.client)
     return engine, step_optimizer, loader, scheduler
 
 
-def _tell(settings: Settings, with_client: bool) -> None:
+def _tell(settings: Settings, client: torch.optim.Optimizer | None) -> None:
     """What was accepted without effect, once; with `dump_state` everything that the configuration comes to."""
-    if settings.optimizer is not None and with_client:
+    if settings.optimizer is not None and client is not None:
         logger.warning("optimizer: the block of the configuration has no effect: initialize() got optimizer=")
+    if client is not None and (note := note_on(client)) is not None:
+        logger.warning("%s", note)
     for note in settings.notes:
         logger.warning("%s", note)
     if not settings.skip_nonfinite:

@@ -1,8 +1,9 @@
 """Which optimizer trains, and over which parameter groups: from the configuration, or from what the script made.
 
-AdamW (and Adam without an L2 term, which is the same) runs as `TieredAdamW`, on the device or host tier. Any other
-class of torch.optim runs itself, on the shards, on the device (`heavylift.api.torch_step`). Parameter groups given as
-dictionaries stay the same objects, so that a scheduler made before `initialize` goes on working.
+AdamW (and Adam without an L2 term, which is the same) of torch or of this package runs as `TieredAdamW`, on the device
+or host tier. Any other class, also one that derives from AdamW or bears its name, runs itself, on the shards, on the
+device (`heavylift.api.torch_step`): what its `step` computes only it knows. Parameter groups given as dictionaries stay
+the same objects, so that a scheduler made before `initialize` goes on working.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from heavylift.api.optimizers import DeepSpeedCPUAdam, FusedAdam
 from heavylift.config.deepspeed.settings import OptimizerSettings, Settings
 from heavylift.config.deepspeed.training import NO_CORRECTION_WITH_L2
 from heavylift.config.schema import Tier
 from heavylift.errors import UserError
+from heavylift.offload.optimizer import TieredAdamW
 
 ADAM_NAMES = ("adam", "adamw")
-_ADAM_CLASSES = ("AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam", "TieredAdamW")
+_ADAM_CLASSES = (torch.optim.AdamW, torch.optim.Adam, FusedAdam, DeepSpeedCPUAdam, TieredAdamW)
+_DECOUPLED_CLASSES = (torch.optim.AdamW, TieredAdamW)
 
 
 @dataclass
@@ -203,19 +207,32 @@ def _check_trainable(groups: list[dict[str, Any]]) -> None:
 
 def is_plain_adamw(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` computes what `TieredAdamW` does: AdamW, or Adam where no group has an L2 term."""
-    if type(optimizer).__name__ not in _ADAM_CLASSES:
+    if type(optimizer) not in _ADAM_CLASSES:
         return False
     for group in optimizer.param_groups:
         if group.get("amsgrad") or group.get("maximize"):
             return False
-        decoupled = type(optimizer).__name__ == "AdamW" or group.get("decoupled_weight_decay", False)
-        decoupled = group.get("adam_w_mode", decoupled) if "adam_w_mode" in group else decoupled
-        decoupled = decoupled or type(optimizer).__name__ == "TieredAdamW"
-        if not decoupled and group.get("weight_decay", 0) != 0:
+        # FusedAdam's groups say adam_w_mode, torch's Adam's decoupled_weight_decay
+        decoupled = type(optimizer) in _DECOUPLED_CLASSES or group.get("decoupled_weight_decay", False)
+        if not group.get("adam_w_mode", decoupled) and group.get("weight_decay", 0) != 0:
             return False
     return True
 
 
+def note_on(client: torch.optim.Optimizer) -> str | None:
+    """What to say about a script's optimizer that looks like one that is taken over and is not."""
+    looks_alike = isinstance(client, _ADAM_CLASSES) or type(client).__name__ in {one.__name__ for one in _ADAM_CLASSES}
+    if type(client) in _ADAM_CLASSES or not looks_alike:
+        return None
+    return (
+        f"optimizer: {_describe(client)} is not torch.optim's class, so its own step runs, with its states on the "
+        "device; pass torch.optim.AdamW for heavylift's"
+    )
+
+
 def _describe(optimizer: torch.optim.Optimizer) -> str:
-    name = type(optimizer).__name__
-    return f"{name} with an L2 term or options of its own" if name in _ADAM_CLASSES else name
+    kind = type(optimizer)
+    if kind in _ADAM_CLASSES:
+        return f"{kind.__name__} with an L2 term or options of its own"
+    # a name alone may be that of a class that could
+    return kind.__name__ if kind.__module__.startswith("torch.optim") else f"{kind.__module__}.{kind.__qualname__}"

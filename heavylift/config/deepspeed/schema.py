@@ -118,7 +118,7 @@ class _Values(Block):
     )
     zero_allow_untested_optimizer: Annotated[Switch, no_effect("no optimizer is refused for being untested")] = False
     zero_force_ds_cpu_optimizer: Annotated[
-        Switch, no_effect("with states on the host, Adam and AdamW of every make become heavylift's")
+        Switch, no_effect("with states on the host, Adam and AdamW of torch and DeepSpeed become heavylift's")
     ] = True
     use_data_before_expert_parallelism: Annotated[Switch, no_effect("there is no expert parallelism")] = False
     vocabulary_size: Annotated[
