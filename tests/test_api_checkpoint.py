@@ -381,6 +381,26 @@ def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not (tmp_path / "out").exists()
 
 
+def killed_job(folder: Path) -> list[str]:
+    """Saved again and again under one tag; what is loaded where a save was killed between its two renames."""
+    engine = make_engine(Case("branches", 2, "cpu", "bf16"))
+    found = []
+    for suffix in ("replaced", "saving"):
+        engine.save_checkpoint(folder, tag="last")
+        os.rename(folder / "last", folder / f".last.{suffix}")
+        found.append(str(engine.load_checkpoint(folder)[0]))
+    engine.save_checkpoint(folder, tag="other", save_latest=False)
+    found.append(str(engine.load_checkpoint(folder)[0]))
+    engine.destroy()
+    return found
+
+
+def test_a_killed_save_leaves_something_to_load(tmp_path: Path) -> None:
+    found = run_on_ranks(1, killed_job, tmp_path)[0]
+    assert found == [str(tmp_path / name) for name in (".last.replaced", ".last.saving", "last")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "latest", "other"]
+
+
 class Tempered(nn.Module):
     """A learnt temperature without a dimension, used twice, and another that is frozen."""
 

@@ -5,15 +5,14 @@
     DIR/TAG/training.json      counters, loss scale, steps taken by each parameter
     DIR/TAG/extras.pt          client state, scheduler, parameter groups (loads with `weights_only`)
 
-A checkpoint is complete or not there: it is written beside its place and moved; what a killed save leaves there, the
-next one removes. Left out: what goes into it (`heavylift.api.engine_checkpoint`, `heavylift.api.checkpoint_extras`).
+A checkpoint is complete or not there, and one that is saved again is always there (`heavylift.api.checkpoint_folders`).
+Left out: what goes into it (`heavylift.api.engine_checkpoint`, `heavylift.api.checkpoint_extras`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -26,13 +25,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from heavylift.api import checkpoint_folders
 from heavylift.api.checkpoint_damage import find_damaged, short_reason
+from heavylift.api.checkpoint_folders import EXTRAS, TRAINING
 from heavylift.config.words import shown
 from heavylift.errors import UserError
+from heavylift.files import replacing
 
 LATEST = "latest"
-TRAINING = "training.json"
-EXTRAS = "extras.pt"
 FORMAT = 1
 """Of the files above; raised when an old reader would misread them."""
 
@@ -99,36 +99,26 @@ def same_on_all_ranks(what: str, value: str) -> None:
 
 def write(folder: Path, tag: str, tensors: dict[str, Any], training: dict[str, Any], extras: bytes) -> Path:
     """Writes the checkpoint DIR/TAG; returns that path. A collective. Raises UserError for a full or read-only disk."""
-    target = folder / tag
-    partial = target.with_name(f".{target.name}.saving")
-
-    def begin() -> None:
-        for left_over in target.parent.glob(".*.saving/"):  # by a save that was killed
-            shutil.rmtree(left_over, ignore_errors=True)
-        partial.mkdir(parents=True)
 
     def finish() -> None:
-        (partial / TRAINING).write_text(json.dumps({"format": FORMAT, **training}, indent=1), encoding="utf-8")
-        (partial / EXTRAS).write_bytes(extras)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(partial, target)
+        text = json.dumps({"format": FORMAT, **training}, indent=1)
+        checkpoint_folders.finish(folder, tag, text, extras)
 
-    on_first_rank(begin)
+    on_first_rank(lambda: checkpoint_folders.begin(folder, tag))
     try:
-        dcp.save(tensors, checkpoint_id=partial)
+        dcp.save(tensors, checkpoint_id=checkpoint_folders.saving_place(folder, tag))
     except dcp.api.CheckpointException as error:
-        raise UserError(f"checkpoint: {partial} cannot be written: {_cause(error)}; free space") from None
+        raise UserError(f"checkpoint: {folder / tag} cannot be written: {_cause(error)}; free space") from None
     on_first_rank(finish)
-    return target
+    return folder / tag
 
 
 def write_latest(folder: Path, tag: str) -> None:
     """Makes `tag` the one that is loaded by default. A collective."""
 
     def action() -> None:
-        partial = folder / f".{LATEST}.saving"
-        partial.write_text(tag, encoding="utf-8")
-        os.replace(partial, folder / LATEST)
+        with replacing(folder / LATEST) as part:
+            part.write_text(tag, encoding="utf-8")
 
     on_first_rank(action)
 
@@ -149,6 +139,8 @@ def check_tag(call: str, tag: Any) -> str:
             f"{call}: tag={shown(tag)}: a tag names a folder inside of the one that is given; use a name such as "
             "global_step100"
         )
+    if any(checkpoint_folders.is_left_over(part) for part in path.parts):
+        raise UserError(f"{call}: tag={shown(tag)} is the name of a folder that is being written; use another")
     if text == LATEST:
         raise UserError(f"{call}: tag={shown(tag)} is the name of the file that holds the latest tag; use another")
     return text
@@ -164,15 +156,16 @@ def find(folder: Path, tag: Any, call: str = "load_checkpoint") -> Path | None:
             return None
         tag = _read_latest(folder)
     tag = check_tag(call, tag)
+    found = checkpoint_folders.locate(folder, tag)
+    if found is not None:
+        return found
     path = folder / tag
-    if (path / TRAINING).is_file():
-        return path
     if list(path.glob("*model_states.pt")):
         raise UserError(
             f"{path} was written by DeepSpeed; convert it with its own zero_to_fp32.py and load the "
             "weights into the model before initialize()"
         )
-    there = sorted(p.parent.name for p in folder.glob(f"*/{TRAINING}"))
+    there = checkpoint_folders.tags_in(folder)
     raise UserError(
         f"{path} is no checkpoint; " + (f"these are there: {', '.join(there)}" if there else "none is in this folder")
     )
