@@ -41,6 +41,7 @@ from heavylift.offload.states import Part
 from heavylift.offload.stepping import PartStepper, SegmentStep, scaled
 from heavylift.offload.streamed import StreamedSteps
 from heavylift.offload.streams import on_stream, record
+from heavylift.offload.thread_names import BUS_THREAD
 from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
 from heavylift.offload.timeline import Activity
 from heavylift.offload.worker import Worker
@@ -106,7 +107,7 @@ class OverlappedSteps:
         self._max_grad_norm = options.max_grad_norm
         device = self._groups[0].device
         self.worker = Worker(device, stepper.timeline)
-        self._bus_worker = None if streamed is None else Worker(device, stepper.timeline, "heavylift-bus")
+        self._bus_worker = None if streamed is None else Worker(device, stepper.timeline, BUS_THREAD)
         self._in_step = False
         self._speculating = False
         self.speculate_next = False

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from heavylift.offload.gates import Gate
+from heavylift.offload.thread_names import STEP_THREAD, name_thread
 from heavylift.offload.timeline import Activity, Timeline
 
 _PATIENCE_S = 30.0
@@ -124,7 +125,8 @@ class Worker:
     The CPU kernel inside them releases the GIL.
     """
 
-    def __init__(self, device: torch.device, timeline: Timeline, name: str = "heavylift-step") -> None:
+    def __init__(self, device: torch.device, timeline: Timeline, name: str = STEP_THREAD) -> None:
+        """`name`: of the thread, for the operating system too."""
         self._timeline = timeline
         self._queue = _Queue()
         self._thread = threading.Thread(target=_work, args=(self._queue, device), name=name, daemon=True)
@@ -132,6 +134,8 @@ class Worker:
         self._thread.start()
         self.thread_id = self._thread.native_id
         """The operating system's id of the thread."""
+        assert self.thread_id is not None
+        name_thread(self.thread_id, name)
         weakref.finalize(self, self._queue.close)
 
     def submit(
