@@ -83,8 +83,9 @@ def test_schemata_lines() -> None:
         "L2": {0: "ff"},
     }
     assert schemata_line("L3", {1: "f", 0: "ff"}) == "L3:0=ff;1=f"
-    with pytest.raises(ValueError):
-        parse_schemata("L3 0=f\n")
+    for wrong in ("L3 0=f\n", "L3:0\n", "L3:a=f", "L3:", "L3:0="):
+        with pytest.raises(ValueError, match="expected lines such as"):
+            parse_schemata(wrong)
 
 
 @pytest.mark.parametrize(
@@ -189,21 +190,25 @@ def test_each_step_thread_is_moved_once(tmp_path: Path) -> None:
     groups.make_groups({"step": 50, "rest": 50})
     threads = [(11, "python"), (12, "heavylift-cpu"), (13, "heavylift-cpu"), (14, "pt_autograd_0")]
     assert groups.move_step_threads(threads) == 2
-    assert groups.move_step_threads([*threads, (15, "heavylift-step")]) == 1
+    assert groups.move_step_threads([*threads, (15, "heavylift-step"), (16, "heavylift-x")]) == 1
     assert (groups.groups["step"] / "tasks").read_text().split() == ["12", "13", "15"]
 
 
-POOL = """
+OPTIMIZER = """
 import sys
-from heavylift.offload import native
-pool = native.load().pool(2, None)
-print("ready", flush=True)
+import torch
+from heavylift.config.schema import Schedule, Tier
+from heavylift.offload.optimizer import TieredAdamW
+from heavylift.offload.options import TieredOptions
+options = TieredOptions(Tier.HOST, schedule=Schedule.DEFERRED, streamed_share=0.5, num_threads=2)
+optimizer = TieredAdamW([torch.nn.Parameter(torch.zeros(4096))], options=options)
+print(*optimizer.worker_threads, flush=True)
 sys.stdin.read()
 """
 
 
 def test_real_threads_of_the_cpu_step_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
-    """A child with the kernel's own pool, as a rank would be; the context's watcher moves its two threads."""
+    """A child with an optimizer, as a rank would be: the context's watcher moves its workers and the kernel's pool."""
     from heavylift.offload import native
 
     if native.load() is None:
@@ -216,20 +221,124 @@ def test_real_threads_of_the_cpu_step_are_found(tmp_path: Path, monkeypatch: pyt
         rest = (tree.mount / f"heavylift-{os.getpid()}-rest/tasks").read_text()
         assert rest == f"{threading.get_native_id()}\n"  # whatever this thread starts inherits it
         child = subprocess.Popen(
-            [sys.executable, "-c", POOL], env=command_env(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-c", OPTIMIZER], env=command_env(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         try:
-            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+            assert child.stdout is not None
+            workers = [int(number) for number in child.stdout.readline().split()]
             for _ in range(1200):
-                if len(tasks.read_text().split()) == 2:
+                if len(tasks.read_text().split()) == 4:
                     break
                 time.sleep(0.05)
-            expected = [number for number, name in threads_below(os.getpid()) if name == "heavylift-cpu"]
-            assert sorted(map(int, tasks.read_text().split())) == sorted(expected) and len(expected) == 2
+            names = {number: name for number, name in threads_below(os.getpid()) if name.startswith("heavylift")}
+            assert [names[number] for number in workers] == ["heavylift-step", "heavylift-bus"]
+            assert sorted(names.values()) == ["heavylift-bus", "heavylift-cpu", "heavylift-cpu", "heavylift-step"]
+            assert sorted(map(int, tasks.read_text().split())) == sorted(names)
         finally:
             child.communicate()
     assert tree.groups() == []
     assert capfd.readouterr().err == ""
+
+
+class Busy(Tree):
+    """Its groups cannot be removed."""
+
+    def rmdir(self, folder: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(folder))
+
+
+class Closed(Tree):
+    """Nobody can be moved into its groups."""
+
+    def mkdir(self, folder: Path) -> None:
+        super().mkdir(folder)
+        (folder / "tasks").unlink()
+        (folder / "tasks").mkdir()
+
+
+def _without(tree: Tree, file: str) -> None:
+    (tree.mount / "info" / file).unlink()
+
+
+@pytest.mark.parametrize(
+    ("kind", "break_it", "lines"),
+    [
+        (
+            Busy,
+            None,
+            ["heavylift-{pid}-rest is not removed: Device or resource busy; the next run tries again"]
+            + ["heavylift-{pid}-step is not removed: Device or resource busy; the next run tries again"],
+        ),
+        (Closed, None, ["thread {tid} cannot be moved: Is a directory; the run goes on without"]),
+        (
+            Tree,
+            lambda tree: _without(tree, "L3/cbm_mask"),
+            ["L3 is not divided: {mount}/info/L3/cbm_mask: No such file or directory"],
+        ),
+        (
+            Tree,
+            lambda tree: (tree.mount / "info/MB/bandwidth_gran").write_text("some"),
+            ["memory bandwidth is not divided: {mount}/info/MB/bandwidth_gran: expected a number, got 'some'"],
+        ),
+        (
+            Tree,
+            lambda tree: (tree.mount / "info/MB/bandwidth_gran").write_text("0"),
+            ["memory bandwidth is not divided: it goes in steps of 0 per cent"],
+        ),
+        (
+            Tree,
+            lambda tree: (tree.mount / "info/L3/cbm_mask").write_text("f0f"),
+            ["L3 is not divided: its ways are no run of neighbours (f0f)"],
+        ),
+        (
+            Tree,
+            lambda tree: (tree.mount / "schemata").write_text("L3:0\n"),
+            ["{mount}/schemata: expected lines such as L3:0=ff;1=ff, got 'L3:0'; the run goes on without"],
+        ),
+        (
+            Tree,
+            lambda tree: (tree.mount / "schemata").unlink(),
+            ["{mount}/schemata: No such file or directory; the run goes on without"],
+        ),
+        (
+            Tree,
+            lambda tree: (tree.mount / f"heavylift-{10**12}-step").mkdir(),
+            [],
+        ),
+    ],
+)
+def test_a_run_is_good_whatever_resctrl_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    kind: type[Tree],
+    break_it: Callable[[Tree], object] | None,
+    lines: list[str],
+) -> None:
+    tree = kind(tmp_path, RDT, BOTH)
+    if break_it is not None:
+        break_it(tree)
+    monkeypatch.setattr(resctrl, "Partitions", lambda root: Partitions(tree.root, tree.mkdir, tree.rmdir))
+    ran = []
+    with partitions("step=50"):
+        ran.append(1)
+    assert ran == [1]
+    said = capfd.readouterr().err.splitlines()
+    words = {"pid": os.getpid(), "tid": threading.get_native_id(), "mount": tree.mount}
+    assert len(said) == len(lines)
+    for line, part in zip(said, lines, strict=True):
+        assert line.startswith("note: --resctrl: ") and line.endswith(part.format(**words)), line
+
+
+def test_a_mount_that_is_gone_at_the_end_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tree = Tree(tmp_path, RDT, BOTH)
+    monkeypatch.setattr(resctrl, "Partitions", lambda root: Partitions(tree.root, tree.mkdir, tree.rmdir))
+    with partitions("step=50"):
+        tree.mount.rename(tree.mount.with_name("gone"))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("note: --resctrl: the groups are not removed: ") and "No such file" in line
 
 
 def test_without_resctrl_the_run_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -28,12 +28,12 @@ from heavylift.launch.resctrl_schemata import (
     schemata_line,
     split_ways,
 )
+from heavylift.offload.thread_names import STEP_THREADS
 
 RESCTRL_VARIABLE = "HEAVYLIFT_RESCTRL"
 """As `--resctrl`: `step=70,rest=30`."""
-STEP_THREADS = ("heavylift-cpu", "heavylift-step")
 _LOOK_EVERY_S = 1.0
-_OURS = re.compile(r"heavylift-(\d+)-(?:step|rest)")
+_OURS = re.compile(r"heavylift-(\d{1,9})-(?:step|rest)")
 
 
 class NotAvailable(Exception):
@@ -69,22 +69,22 @@ class Partitions:
         Raises NotAvailable; nothing stays behind then.
         """
         with self._locked():
-            self._remove_stale()
-            lines, left_out = self._schemata(shares)
             try:
+                self._remove_stale()
+                lines, left_out = self._schemata(shares)
                 for part, folder in self.groups.items():
                     self._mkdir(folder)
                     self._made.append(folder)
                     for line in lines[part]:
                         _write(folder / "schemata", line)
             except OSError as error:
-                reason = self._why(error)
-                self._remove_made()
-                raise NotAvailable(reason) from None
+                raise NotAvailable("; ".join([self._why(error), *self._remove_made()])) from None
+            except ValueError as error:
+                raise NotAvailable(f"{self._mount / 'schemata'}: {error}") from None
         return left_out
 
     def move(self, part: str, thread_id: int) -> bool:
-        """Puts one thread into a part. False if it has ended meanwhile."""
+        """Puts one thread into a part. False if it has ended meanwhile. Raises NotAvailable when it cannot be moved."""
         try:
             _write(self.groups[part] / "tasks", str(thread_id))
         except OSError as error:
@@ -94,16 +94,27 @@ class Partitions:
         return True
 
     def move_step_threads(self, threads: Iterable[tuple[int, str]]) -> int:
-        """Moves those of (thread id, name) that compute the CPU step, each once. Returns how many were moved now."""
-        fresh = [number for number, name in threads if name.startswith(STEP_THREADS) and number not in self._moved]
+        """Moves those of (thread id, name) that compute the CPU step, each once. Returns how many were moved now.
+
+        Raises NotAvailable when one cannot be moved.
+        """
+        fresh = [number for number, name in threads if name in STEP_THREADS and number not in self._moved]
         moved = [number for number in fresh if self.move("step", number)]
         self._moved.update(moved)
         return len(moved)
 
-    def remove(self) -> None:
-        """Removes the groups; the kernel puts their threads back into the default group."""
-        with self._locked():
-            self._remove_made()
+    def remove(self) -> list[str]:
+        """Removes the groups; the kernel puts their threads back into the default group.
+
+        Returns a line for each that stays.
+        """
+        if not self._made:
+            return []
+        try:
+            with self._locked():
+                return self._remove_made()
+        except NotAvailable as error:
+            return [f"the groups are not removed: {error}"]
 
     def _schemata(self, shares: dict[str, int]) -> tuple[dict[str, list[str]], list[str]]:
         """Lines for each part, and what is left out."""
@@ -112,9 +123,8 @@ class Partitions:
         lines: dict[str, list[str]] = {part: [] for part in PARTS}
         left_out = []
         for cache in caches:
-            info = self._mount / "info" / cache
-            mask, least = int((info / "cbm_mask").read_text(), 16), int((info / "min_cbm_bits").read_text())
             try:
+                mask, least = self._info(cache, "cbm_mask", 16), self._info(cache, "min_cbm_bits")
                 masks = split_ways(mask, least, [shares[part] for part in PARTS])
             except ValueError as error:
                 left_out.append(f"{cache} is not divided: {error}")
@@ -130,14 +140,29 @@ class Partitions:
                 "memory bandwidth is not divided: resctrl is mounted with mba_MBps, which takes no per cents"
             )
         else:
-            info = self._mount / "info" / "MB"
-            least, step = int((info / "min_bandwidth").read_text()), int((info / "bandwidth_gran").read_text())
-            for part in PARTS:
-                percent = bandwidth_percent(shares[part], least, step)
-                lines[part].append(schemata_line("MB", dict.fromkeys(current["MB"], str(percent))))
+            try:
+                least, step = self._info("MB", "min_bandwidth"), self._info("MB", "bandwidth_gran")
+                percents = [bandwidth_percent(shares[part], least, step) for part in PARTS]
+            except ValueError as error:
+                left_out.append(f"memory bandwidth is not divided: {error}")
+            else:
+                for part, percent in zip(PARTS, percents, strict=True):
+                    lines[part].append(schemata_line("MB", dict.fromkeys(current["MB"], str(percent))))
         if not any(lines.values()):
             raise NotAvailable("; ".join(left_out))
         return lines, left_out
+
+    def _info(self, resource: str, name: str, base: int = 10) -> int:
+        """What the kernel tells about a resource. Raises ValueError where that is missing or no number."""
+        file = self._mount / "info" / resource / name
+        try:
+            text = file.read_text()
+        except OSError as error:
+            raise ValueError(f"{file}: {error.strerror}") from None
+        try:
+            return int(text, base)
+        except ValueError:
+            raise ValueError(f"{file}: expected a number, got {text.strip()!r}") from None
 
     def _remove_stale(self) -> None:
         """Groups of launchers that are no more."""
@@ -149,12 +174,18 @@ class Partitions:
                 except OSError:  # not ours to remove, or gone: making our own will say what is wrong
                     pass
 
-    def _remove_made(self) -> None:
+    def _remove_made(self) -> list[str]:
+        """Returns a line for each group that stays."""
+        stays = []
         while self._made:
+            folder = self._made.pop()
             try:
-                self._rmdir(self._made.pop())
+                self._rmdir(folder)
             except FileNotFoundError:  # unmounted meanwhile
                 pass
+            except OSError as error:
+                stays.append(f"{folder} is not removed: {error.strerror}; the next run tries again")
+        return stays
 
     def _why(self, error: OSError) -> str:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -163,7 +194,7 @@ class Partitions:
             return "all resource groups of this CPU are in use (num_closids); remove some below /sys/fs/resctrl"
         try:
             status = (self._mount / "info" / "last_cmd_status").read_text().strip()
-        except OSError:
+        except (OSError, ValueError):
             status = ""
         return f"{error.filename or self._mount}: {error.strerror}{f' ({status})' if status else ''}"
 
@@ -175,7 +206,10 @@ class Partitions:
         except OSError as error:
             raise NotAvailable(self._why(error)) from None
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            except OSError as error:
+                raise NotAvailable(f"{self._mount} cannot be locked: {error.strerror}") from None
             yield
         finally:
             os.close(folder)
@@ -187,28 +221,39 @@ def partitions(spec: str, root: Path = Path("/")) -> Iterator[None]:
 
     Raises UserError for a bad `spec`. Where resource control is missing a line on stderr says so.
     """
-    shares = parse_shares(spec)
-    try:
-        groups = Partitions(root)
-        left_out = groups.make_groups(shares)
-    except NotAvailable as error:
-        print(f"note: --resctrl: {error}; the run goes on without", file=sys.stderr)
+    groups = _begin(parse_shares(spec), root)
+    if groups is None:
         yield
         return
-    for line in left_out:
-        print(f"note: --resctrl: {line}", file=sys.stderr)
     ended = threading.Event()
     watcher = threading.Thread(target=_watch, args=(groups, ended), name="resctrl", daemon=True)
+    watcher.start()
     try:
-        # this thread starts the workers, and they inherit its group
-        groups.move("rest", threading.get_native_id())
-        watcher.start()
         yield
     finally:
         ended.set()
-        if watcher.ident is not None:
-            watcher.join()
-        groups.remove()
+        watcher.join()
+        _say(groups.remove())
+
+
+def _begin(shares: dict[str, int], root: Path) -> Partitions | None:
+    """The groups, made, with the calling thread in the rest; None, said on stderr, where that cannot be."""
+    groups = None
+    try:
+        groups = Partitions(root)
+        left_out = groups.make_groups(shares)
+        # this thread starts the workers, and they inherit its group
+        groups.move("rest", threading.get_native_id())
+    except NotAvailable as error:
+        _say([f"{error}; the run goes on without", *([] if groups is None else groups.remove())])
+        return None
+    _say(left_out)
+    return groups
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(f"note: --resctrl: {line}", file=sys.stderr)
 
 
 @contextmanager
@@ -226,7 +271,7 @@ def threads_below(pid: int) -> Iterator[tuple[int, str]]:
     """(thread id, name) of all threads of a process's descendants."""
     try:
         children = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
+    except psutil.Error:
         return
     for child in children:
         try:
@@ -246,7 +291,7 @@ def _watch(groups: Partitions, ended: threading.Event) -> None:
         try:
             groups.move_step_threads(threads_below(os.getpid()))
         except NotAvailable as error:
-            print(f"note: --resctrl: {error}", file=sys.stderr)
+            _say([str(error)])
             return
 
 

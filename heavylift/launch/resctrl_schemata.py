@@ -44,11 +44,11 @@ def parse_schemata(text: str) -> dict[str, dict[int, str]]:
     for line in text.splitlines():
         if not line.strip():
             continue
-        resource, colon, domains = line.strip().partition(":")
-        if not colon:
-            raise ValueError(f"no resource in the schemata line {line!r}")
-        pairs = [domain.split("=") for domain in domains.split(";") if domain.strip()]
-        found[resource.strip()] = {int(number): value.strip() for number, value in pairs}
+        resource, _, domains = line.strip().partition(":")
+        pairs = [domain.partition("=") for domain in domains.split(";") if domain.strip()]
+        if not pairs or not all(number.strip().isdecimal() and value.strip() for number, _, value in pairs):
+            raise ValueError(f"expected lines such as L3:0=ff;1=ff, got {line.strip()!r}")
+        found[resource.strip()] = {int(number): value.strip() for number, _, value in pairs}
     return found
 
 
@@ -60,17 +60,18 @@ def schemata_line(resource: str, values: Mapping[int, str]) -> str:
 def split_ways(mask: int, min_bits: int, shares: Sequence[int]) -> list[int]:
     """Disjoint masks, each a run of neighbouring ways of `mask`, as near to the shares (per cent) as whole ways allow.
 
-    mask: all ways, as in `cbm_mask`, themselves one run. min_bits: the least ways of a group. Raises ValueError when
-    there are too few ways.
+    mask: all ways, as in `cbm_mask`. min_bits: the least ways of a group. Raises ValueError when there are too few ways
+    or `mask` is not one run itself.
     """
-    num_ways = mask.bit_count()
-    assert mask and mask == ((1 << num_ways) - 1) << ((mask & -mask).bit_length() - 1), f"ways with gaps: {mask:x}"
+    num_ways, lowest = mask.bit_count(), (mask & -mask).bit_length() - 1
+    if not mask or mask >> lowest != (1 << num_ways) - 1:
+        raise ValueError(f"its ways are no run of neighbours ({mask:x})")
     if num_ways < min_bits * len(shares):
         raise ValueError(f"{num_ways} cache ways are too few for {len(shares)} parts of at least {min_bits}")
     counts = [max(min_bits, round(num_ways * share / 100)) for share in shares]
     while sum(counts) > num_ways:
         counts[counts.index(max(counts))] -= 1
-    masks, start = [], (mask & -mask).bit_length() - 1
+    masks, start = [], lowest
     for count in counts:
         masks.append(((1 << count) - 1) << start)
         start += count
@@ -78,5 +79,10 @@ def split_ways(mask: int, min_bits: int, shares: Sequence[int]) -> list[int]:
 
 
 def bandwidth_percent(share: int, least: int, step: int) -> int:
-    """`share` per cent of the memory bandwidth, rounded up to the hardware's steps of `step`, from `least` on."""
+    """`share` per cent of the memory bandwidth, rounded up to the hardware's steps of `step`, from `least` on.
+
+    Raises ValueError for a step that is none.
+    """
+    if step < 1:
+        raise ValueError(f"it goes in steps of {step} per cent")
     return min(100, max(least, -(-share // step) * step))
