@@ -103,6 +103,33 @@ def test_a_folder_that_is_there_is_left_alone(folders: dict[bool, Path], tmp_pat
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["mine"]
 
 
+class OddTokenizer:
+    """Its files cannot be written, for a reason that is not the disk's."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        raise TypeError("no vocabulary")
+
+
+def odd_tokenizer_job(folder: Path, out: Path) -> str:
+    engine = build(folder, Setup())
+    hf_config = load_hf_config(folder, False)
+    with pytest.raises(Exception) as caught:
+        save_model(
+            *(engine.module, out),
+            hf_config=hf_config,
+            tokenizer=OddTokenizer(),
+            dtype="float32",
+            max_shard_bytes=10**9,
+        )
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_no_rank_waits_for_one_that_failed(folders: dict[bool, Path], tmp_path: Path) -> None:
+    first, second = run_on_ranks(2, odd_tokenizer_job, folders[True], tmp_path / "model", timeout_s=60)
+    assert first == "TypeError: no vocabulary" and second == "RuntimeError: rank 0 has failed: TypeError: no vocabulary"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_bfloat16_export_is_the_model_rounded(folders: dict[bool, Path], tmp_path: Path) -> None:
     args = (folders[False], Setup(), tmp_path / "model", "bfloat16", 10**9)
     result = run_on_ranks(2, train_and_export_job, *args)[0]

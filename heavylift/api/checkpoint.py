@@ -15,14 +15,16 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from heavylift.api import checkpoint_folders
@@ -32,27 +34,69 @@ from heavylift.config.words import shown
 from heavylift.errors import UserError
 from heavylift.files import replacing
 
+T = TypeVar("T")
 LATEST = "latest"
 FORMAT = 1
 """Of the files above; raised when an old reader would misread them."""
 
 
-def on_first_rank(action: Callable[[], None]) -> None:
-    """Runs `action` on rank 0. A collective; an OSError or UserError there becomes a UserError on every rank."""
-    outcome: list[str | None] = [None]
+def on_first_rank(action: Callable[[], T]) -> T:
+    """Runs `action` on rank 0; what it returned there, on every rank. A collective.
+
+    An OSError or UserError there becomes a UserError on every rank; any other exception, a defect or one of the user's
+    own code, is raised as it is, and RuntimeError on the other ranks, which so do not wait for rank 0.
+    """
+    failure: Exception | None = None
+    outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            action()
-        except OSError as error:
-            what = f"{error.filename or 'checkpoint'}: {error.strerror or error}"
-            outcome[0] = f"checkpoint: {what}; free space, or choose another folder"
-        except RuntimeError as error:  # torch.save's, of a disk that refuses
-            outcome[0] = f"checkpoint: {short_reason(error)}; free space, or choose another folder"
-        except UserError as error:
-            outcome[0] = str(error)
+            outcome[0] = action()
+        except Exception as error:
+            failure = error
+            outcome[1] = _outcome_of(error)
     dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise UserError(outcome[0])
+    _raise_outcome(0, outcome[1], failure)
+    return outcome[0]
+
+
+def _outcome_of(error: Exception) -> tuple[bool, str]:
+    """Whether the user can mend it, and what to say on other ranks."""
+    if isinstance(error, UserError):
+        return True, str(error)
+    if isinstance(error, OSError):
+        what = f"{error.filename or 'checkpoint'}: {error.strerror or error}"
+        return True, f"checkpoint: {what}; free space, or choose another folder"
+    return False, f"{type(error).__name__}: {short_reason(error)}"
+
+
+def _raise_outcome(rank: int, outcome: tuple[bool, str] | None, own: Exception | None) -> None:
+    if outcome is None:
+        return
+    can_be_mended, text = outcome
+    if can_be_mended:
+        raise UserError(text) from None
+    if own is not None:
+        raise own
+    raise RuntimeError(f"rank {rank} has failed: {text}")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write weights to, by `torch.save` or safetensors: `heavylift.files.replacing`.
+
+    Raises UserError for a disk that refuses, and leaves `path` as it was.
+    """
+    try:
+        with replacing(path) as part:
+            yield part
+    except OSError as error:
+        raise _refused(path, error.strerror or str(error)) from None
+    except (RuntimeError, SafetensorError) as error:  # theirs, which say what the system has said
+        raise _refused(path, short_reason(error)) from None
+
+
+def _refused(path: Path, reason: str) -> UserError:
+    return UserError(f"{path}: cannot be written: {reason}; free space, or choose another folder")
 
 
 def await_all_ranks(call: str, group: dist.ProcessGroup, longest: timedelta) -> None:
@@ -107,10 +151,19 @@ def write(folder: Path, tag: str, tensors: dict[str, Any], training: dict[str, A
     on_first_rank(lambda: checkpoint_folders.begin(folder, tag))
     try:
         dcp.save(tensors, checkpoint_id=checkpoint_folders.saving_place(folder, tag))
+        on_first_rank(finish)
     except dcp.api.CheckpointException as error:
+        _abandon(folder, tag)
         raise UserError(f"checkpoint: {folder / tag} cannot be written: {_cause(error)}; free space") from None
-    on_first_rank(finish)
+    except UserError:
+        _abandon(folder, tag)
+        raise
     return folder / tag
+
+
+def _abandon(folder: Path, tag: str) -> None:
+    if dist.get_rank() == 0:
+        checkpoint_folders.abandon(folder, tag)
 
 
 def write_latest(folder: Path, tag: str) -> None:

@@ -99,6 +99,13 @@ def finish(folder: Path, tag: str, training: str, extras: bytes) -> None:
     _put_into_place(saving, folder / tag)
 
 
+def abandon(folder: Path, tag: str) -> None:
+    """Removes what was written of a checkpoint that cannot be finished: a full disk is the likely reason."""
+    saving = saving_place(folder, tag)
+    if not is_complete(saving):
+        shutil.rmtree(saving, ignore_errors=True)
+
+
 def _put_into_place(saving: Path, target: Path) -> None:
     replaced = _beside(target, _REPLACED)
     if target.is_dir():

@@ -281,14 +281,15 @@ class EngineCheckpoint(EngineState):
         def action() -> None:
             assert state_dict is not None
             path.parent.mkdir(parents=True, exist_ok=True)
-            if save_filename.endswith(".safetensors"):
-                from safetensors.torch import save_file
+            with checkpoint.writing(path) as part:
+                if save_filename.endswith(".safetensors"):
+                    from safetensors.torch import save_file
 
-                names = {id(t): name for name, t in reversed(state_dict.items())}  # a tied weight once
-                once = {name: t.contiguous() for name, t in state_dict.items() if names[id(t)] == name}
-                save_file(once, path, metadata={"format": "pt"})
-            else:
-                torch.save(state_dict, path)
+                    names = {id(t): name for name, t in reversed(state_dict.items())}  # a tied weight once
+                    once = {name: t.contiguous() for name, t in state_dict.items() if names[id(t)] == name}
+                    save_file(once, part, metadata={"format": "pt"})
+                else:
+                    torch.save(state_dict, part)
 
         checkpoint.on_first_rank(action)
         return True

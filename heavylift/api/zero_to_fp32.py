@@ -16,6 +16,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from heavylift.api import checkpoint
-from heavylift.api.checkpoint_damage import short_reason
 from heavylift.api.scalars import narrowed
 from heavylift.errors import EXIT_USER_ERROR, UserError
+from heavylift.files import sync
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -92,31 +93,39 @@ def _convert(
     tag: str | None,
     exclude_frozen_parameters: bool,
 ) -> list[Path]:
-    """The files that were written. A checkpoint that cannot be read leaves no folder behind."""
+    """The files that were written. Where one cannot be, those that were there all stay as they were."""
     path = _find(checkpoint_dir, tag)
     shards = list(_shards(_saved_tensors(path, exclude_frozen_parameters), _size(max_shard_size)))
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
     folder = checkpoint.as_folder("output_dir", output_dir)
     weight_map: dict[str, str] = {}
     written: list[Path] = []
-    try:
-        for index, shard in enumerate(shards):
-            number = "" if len(shards) == 1 else f"-{index + 1:05d}-of-{len(shards):05d}"
-            name = f"{stem}{number}{suffix}"
+    with ExitStack() as stack:  # whose end gives them their places, those entered first at the end
+        index = folder / f"{stem}{suffix}.index.json"
+        for number, shard in enumerate(shards, 1):
+            name = f"{stem}{suffix}" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"
             tensors = _read(path, shard)
-            folder.mkdir(parents=True, exist_ok=True)
-            _write(tensors, folder / name, safe_serialization)
+            if number == 1:
+                _make_folder(folder)
+                index_part = stack.enter_context(checkpoint.writing(index)) if len(shards) > 1 else None
+            part = stack.enter_context(checkpoint.writing(folder / name))
+            _write(tensors, part, safe_serialization)
+            sync(part)  # now, so that at the end nothing but names is left to change
             written.append(folder / name)
             weight_map |= {saved.name: name for saved in shard}
-        if len(shards) > 1:
+        if index_part is not None:
             total = sum(saved.num_bytes for shard in shards for saved in shard)
             index_of = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            written.append(folder / f"{stem}{suffix}.index.json")
-            written[-1].write_text(json.dumps(index_of, indent=2), encoding="utf-8")
-    except (OSError, RuntimeError) as error:  # torch.save's, of a disk that refuses
-        reason = short_reason(error) if isinstance(error, RuntimeError) else error.strerror or error
-        raise UserError(f"{output_dir}: cannot be written: {reason}; free space, or choose another") from None
+            index_part.write_text(json.dumps(index_of, indent=2), encoding="utf-8")
+            written.append(index)
     return written
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made: {error.strerror}; choose another folder") from None
 
 
 def load_state_dict_from_zero_checkpoint(

@@ -24,10 +24,12 @@ import torch.distributed as dist
 from torch import nn
 
 from heavylift.errors import UserError
+from heavylift.files import sync
 from heavylift.models.load import DTYPES, iterate_whole, persistent_buffers, unique_parameters
 
 _SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
-                       torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL", torch.uint8: "U8"}  # fmt: skip
+                       torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+                       torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,30 +86,37 @@ def save_model(
         for file in files:
             _write_file(partial, file, DTYPES[dtype], rank)
         _together(lambda: _write_small_files(partial, files, tensors, hf_config, tokenizer, dtype), rank == 0, partial)
-        _together(lambda: partial.rename(folder), rank == 0, folder)
+        _together(lambda: _put_into_place(partial, folder), rank == 0, folder)
     except BaseException:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
+def _put_into_place(partial: Path, folder: Path) -> None:
+    for path in (*partial.iterdir(), partial):
+        sync(path)  # after a power cut too, what has the final name is whole
+    partial.rename(folder)
+    sync(folder.parent)
+
+
 def _write_file(folder: Path, file: ShardFile, dtype: torch.dtype, rank: int) -> None:
     """Gathers and writes the tensors of one file; a failed write is told to all ranks after the file."""
     writes = rank == file.writer_rank
     stream: IO[bytes] | None = None
-    error: OSError | None = None
+    error: Exception | None = None
     try:
         if writes:
             stream = open(folder / file.name, "wb")
             stream.write(_header(file.tensors, dtype))
-    except OSError as caught:
+    except Exception as caught:
         error = caught
     # the gathers are collectives: a rank that cannot write goes on gathering and tells the others afterwards
     for _, tensor in iterate_whole(iter(file.tensors), dtype):
         if writes and error is None and stream is not None:
             try:
                 stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-            except OSError as caught:
+            except Exception as caught:
                 error = caught
     try:
         if stream is not None:
@@ -174,21 +183,27 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _together(action: Callable[[], object], acts: bool, path: Path) -> None:
-    """Runs `action`, which writes `path`, on the rank that acts; an OSError there is UserError on every rank."""
-    error: OSError | None = None
+    """Runs `action`, which writes `path`, on the rank that acts, and raises on every rank where it has failed."""
+    error: Exception | None = None
     if acts:
         try:
             action()
-        except OSError as caught:
+        except Exception as caught:
             error = caught
     _raise_together(error, path)
 
 
-def _raise_together(error: OSError | None, path: Path) -> None:
-    """Raises UserError on every rank where any has an error. A failed write, unlike `open`, names no file: `path`."""
-    reason = None if error is None else f"{error.filename or path}: cannot be written: {error.strerror}"
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    first = next((r for r in reasons if r is not None), None)
-    if first is not None:
-        raise UserError(f"{first}; free the disk or choose another train.output_dir (nothing was left behind)")
+def _raise_together(error: Exception | None, path: Path) -> None:
+    """Raises on every rank where any has an error, so that none waits: UserError of an OSError; any other exception, a
+    defect, as it is, and RuntimeError on the other ranks. A failed write, unlike `open`, names no file: `path`."""
+    reason = None if error is None else f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError):
+        reason = f"{error.filename or path}: cannot be written: {error.strerror}"
+    found: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, reason and (isinstance(error, OSError), reason))
+    if error is not None and not isinstance(error, OSError):
+        raise error
+    for rank, (refused, told) in ((r, each) for r, each in enumerate(found) if each is not None):
+        if not refused:
+            raise RuntimeError(f"rank {rank} has failed: {told}")
+        raise UserError(f"{told}; free the disk or choose another train.output_dir (nothing was left behind)")
