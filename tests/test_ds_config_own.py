@@ -46,6 +46,9 @@ def test_the_block_arrives() -> None:
     assert got.state_format is StateFormat.SPLIT and got.notes == ()
     found = got.offload
     assert (found.gradients_on, found.streamed_share, found.schedule) == (Tier.DEVICE, 0.5, Schedule.SPECULATIVE)
+    # the words of offload_optimizer.device
+    for word, tier in (("cpu", Tier.HOST), ("none", Tier.DEVICE)):
+        assert load_settings(BASE | BF16 | offload() | own(gradients_on=word), 1).offload.gradients_on is tier
     # the format is one on whatever tier
     assert load_settings(BASE | BF16 | own(state_format="split"), 1).state_format is StateFormat.SPLIT
     assert load_settings(BASE | own(state_format="int8"), 1).state_format is StateFormat.INT8

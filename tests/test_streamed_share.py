@@ -114,4 +114,4 @@ def test_the_banner_speaks_of_streaming_only_where_something_is_streamed() -> No
     from heavylift.train.loop import _states
 
     for share, said in ((0.001, False), (0.5, True)):
-        assert ("0.5 of the host's streamed" in _states(options(share), SMALL.plan(options(share), None))) == said
+        assert ("50% of the host's streamed" in _states(options(share), SMALL.plan(options(share), None))) == said

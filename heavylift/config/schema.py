@@ -58,8 +58,8 @@ class StateFormat(StrEnum):
         return self not in (StateFormat.BF16, StateFormat.INT8)
 
 
-def _tier_synonyms(value: Any) -> Any:
-    # DeepSpeed's words for the same two places: people paste them
+def tier_synonyms(value: Any) -> Any:
+    """DeepSpeed's words for the same two places, `none` and `cpu`: people paste them. Other values stay as they are."""
     return {"none": "device", "cpu": "host"}.get(value, value) if isinstance(value, str) else value
 
 
@@ -267,7 +267,7 @@ class TrainConfig(Section):
 class EngineConfig(Section):
     zero_stage: Literal[0, 1, 2, 3] = 3
     """What is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
-    offload_optimizer: Annotated[Tier, BeforeValidator(_tier_synonyms)] = Tier.DEVICE
+    offload_optimizer: Annotated[Tier, BeforeValidator(tier_synonyms)] = Tier.DEVICE
     """Where the optimizer states live: `device` or `host` (DeepSpeed's `none` and `cpu` are understood)."""
     ratio: Annotated[Float, Field(ge=0, le=1)] | Literal["auto"] = 1.0
     """With `offload_optimizer: host`: share of the optimizer states that goes to the host, to the element. `auto`: what
@@ -280,7 +280,7 @@ class EngineConfig(Section):
     """How optimizer states are stored: `fp32` (12 bytes per parameter); `split` (10 bytes, the same results to the bit;
     needs bfloat16 parameters); `bf16` (8 bytes: moments in bfloat16, rounded stochastically); `int8` (6 bytes: moments
     in 8 bits with a scale per 256)."""
-    gradients_on: Tier = Tier.HOST
+    gradients_on: Annotated[Tier, BeforeValidator(tier_synonyms)] = Tier.HOST
     """Where gradients wait until the CPU steps them: `host`, copied as they come (2 bytes of memory per parameter),
     or `device`, copied as they are stepped (2 bytes of device memory, which activations have left by then)."""
     streamed_share: Annotated[Float, Field(ge=0, le=1)] = 0.0

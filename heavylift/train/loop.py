@@ -174,7 +174,7 @@ def _states(options: TieredOptions, plan: MemoryPlan) -> str:
         StateFormat.INT8: "masters float32, moments int8",
     }[options.state_format]
     if plan.slot_bytes > 0:
-        said += f", {options.streamed_share:g} of the host's streamed"
+        said += f", {options.streamed_share:.0%} of the host's streamed through the GPU"
     return said
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from heavylift.config.deepspeed.keys import Block, Number, done
+from heavylift.config.schema import tier_synonyms
 
 IGNORED_THERE = "ignored"
 
@@ -33,6 +34,7 @@ class Heavylift(Block):
     ] = "fp32"
     gradients_on: Annotated[
         Literal["host", "device"],
+        BeforeValidator(tier_synonyms),
         done(
             "Where gradients wait until the CPU steps them: `host`, copied as they come (2 bytes of memory per "
             "parameter), or `device`, copied when it is their turn (2 bytes of device memory, which activations have "
