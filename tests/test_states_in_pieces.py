@@ -84,7 +84,7 @@ with torch.no_grad():
     param.mul_(2)  # somebody else's write: masters are read again
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
 before = status("VmRSS")
-optimizer._follow_parameters()
+optimizer.follow_parameters()
 print(status("VmHWM") - before)
 optimizer.close()
 """

@@ -174,6 +174,8 @@ def _tensor_of(param: nn.Parameter, name: str) -> torch.Tensor | None:
         return None
     master = owner.master_of(param) if isinstance(owner, TorchStep) else param
     if name == MASTER:
+        if isinstance(owner, TorchStep):
+            owner.follow(param)
         return master
     if name == GRADIENT:
         return owner.grad_of(param) if isinstance(owner, TorchStep) else param.grad

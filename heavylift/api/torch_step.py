@@ -1,8 +1,8 @@
 """Any optimizer of torch.optim on sharded parameters, with what a step here is: unscale, norm, clip, skip, masters.
 
 The optimizer itself runs unchanged, on DTensors. Where parameters are not float32 it steps float32 masters, and the
-parameters are their rounded values. Gradients add up in float32 over the micro-batches of a step, as with
-`TieredAdamW`. Left out: tiers; everything lies on the device.
+parameters are their rounded values; where somebody else has written a parameter, its master follows. Gradients add up
+in float32 over the micro-batches of a step, as with `TieredAdamW`. Left out: tiers; everything lies on the device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
-from heavylift.offload.groups import local_tensor
+from heavylift.offload.groups import differs, local_tensor
 from heavylift.offload.loss_scale_names import TellsLossScale
 
 
@@ -93,6 +93,22 @@ class TorchStep(TellsLossScale, torch.optim.Optimizer):
             local = local_tensor(target)
             local.copy_(values.view(local.shape))
 
+    @torch.no_grad()
+    def follow(self, param: nn.Parameter) -> None:
+        """The master takes what somebody else has written into `param`; elsewhere it keeps the bits that the
+        parameter's dtype does not show. By value: a write through `.data` moves no version counter."""
+        master = self.master_of(param)
+        if master is param:
+            return
+        shard, kept = local_tensor(param), local_tensor(master)
+        written = differs(kept.to(shard.dtype), shard)
+        kept.copy_(torch.where(written, shard.to(kept.dtype), kept))
+
+    def follow_parameters(self) -> None:
+        """`follow` of all that it steps."""
+        for param in self._masters:
+            self.follow(param)
+
     def set_grad_scale(self, scale: float) -> None:
         """Gradients of the coming step carry this factor."""
         self._scale = scale
@@ -107,6 +123,7 @@ class TorchStep(TellsLossScale, torch.optim.Optimizer):
         if self.skipped:
             self._drop_grads()
             return
+        self.follow_parameters()
         factor = 1.0 / self._scale
         if self._max_grad_norm > 0:
             # the formula of torch.nn.utils.clip_grad_norm_

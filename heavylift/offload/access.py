@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from heavylift.offload.groups import Group, Segment
+from heavylift.offload.groups import Group, Segment, differs
 from heavylift.offload.optimizer import TieredAdamW
 from heavylift.offload.states import STATE_NAMES, Part
 
@@ -40,6 +40,8 @@ class ParamStates:
         """A copy of `master`, `exp_avg` or `exp_avg_sq`: float32 [numel] on the CPU."""
         assert name in STATE_NAMES, f"{name=}"
         self._settle()
+        if name == "master":
+            self._follow()
         result = torch.zeros(self.segment.numel, dtype=torch.float32)
         for part in self.parts:
             where = part.overlap(self.segment)
@@ -70,12 +72,10 @@ class ParamStates:
         elsewhere the master keeps the bits that the parameter's dtype does not show."""
         self._settle()
         self._refuse_mid_step("write the parameter")
-        if not self.segment.is_seen():
-            for part in self.parts:
-                part.read_master(self.segment)  # somebody else wrote it: that comes first
+        self._follow()
         old = self.segment.shard()
         new = shard.reshape(-1).to(old.device)
-        changed = (old != new) | (torch.signbit(old) != torch.signbit(new))
+        changed = differs(old, new)
         if bool(changed.any()):
             for part in self.parts:
                 if part.overlap(self.segment) is not None:
@@ -86,6 +86,13 @@ class ParamStates:
                     part.write("master", self.segment, masters)
             old.copy_(new)
         self.segment.mark_seen()
+
+    def _follow(self) -> None:
+        """What somebody else has written into the parameter comes first."""
+        if not self.segment.is_seen():
+            for part in self.parts:
+                part.read_master(self.segment)
+            self.segment.mark_seen()
 
     # ---- the gradient ---------------------------------------------------------------------------------------------
 

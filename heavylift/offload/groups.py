@@ -139,6 +139,11 @@ def local_view(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local()
 
 
+def differs(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Where two tensors of one shape and dtype have other bits, bool; NaNs always differ."""
+    return (old != new) | (torch.signbit(old) != torch.signbit(new))
+
+
 def padded_numel(param: torch.Tensor) -> int:
     """Elements that FSDP2 lays out for a parameter on each rank: dim 0 rounded up to the number of shards."""
     if not isinstance(param, DTensor) or param.ndim == 0:

@@ -130,7 +130,7 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
             self._overlap.speculate_next = self._speculates()
             if self._accumulation is not None:
                 self._accumulation.add_on(self._overlap.worker)
-        self._follow_parameters()
+        self.follow_parameters()
 
     def _allocate_ring(self, device: torch.device) -> StagingRing | None:
         host_parts = [part for parts in self.parts for part in parts if part.tier is Tier.HOST]
@@ -336,10 +336,10 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         if self._overlap is not None:
             self._overlap.drain()
             self._overlap.speculate_next = self._speculates()  # betas may have been edited
-        self._follow_parameters()
+        self.follow_parameters()
 
     @torch.no_grad()
-    def _follow_parameters(self) -> None:
+    def follow_parameters(self) -> None:
         """Masters are read from parameters that somebody else has written since the last step.
 
         Weights loaded after the optimizer was built would otherwise be overwritten by stale masters at the first step.
@@ -386,6 +386,7 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; per parameter `step`, `master`, `exp_avg`, `exp_avg_sq` on the CPU, as DTensors when sharded."""
+        self.follow_parameters()
         return optimizer_state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
