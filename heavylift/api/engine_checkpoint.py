@@ -8,7 +8,7 @@ also. All of these are collectives: every rank calls them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from heavylift.api import checkpoint
 from heavylift.api.checkpoint_extras import check_client_state, pack_extras
 from heavylift.api.checkpoint_states import load_states, restore_masters, saved_states, steps_taken
 from heavylift.api.engine_state import EngineState
+from heavylift.api.module_loading import load_module
 from heavylift.api.scalars import narrowed
 from heavylift.errors import UserError
 
@@ -216,27 +217,34 @@ class EngineCheckpoint(EngineState):
             result[prefix + name] = value.reshape(()) if whole and name in self.scalars else value
         return result
 
-    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True, **_: Any) -> None:
-        """Writes whole tensors (the same on every rank) or DTensors into the module; masters follow.
+    def load_module_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., None] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> Any:
+        """Writes whole tensors (the same on every rank) or DTensors into the module; the masters follow.
 
-        Raises UserError for missing and unknown names (with `strict`) and for other shapes.
+        Float32 values keep all their bits in the masters of 16-bit parameters. Returns the names that were missing and
+        unexpected, as `nn.Module.load_state_dict` does. `fetch_z3_params` has no effect: shards are written as they
+        are. Raises UserError, and writes nothing, for missing and unknown names (with `strict`), other shapes, and
+        between a backward that has taken the step already and step().
         """
-        from heavylift.api.shards import own_part
-        from heavylift.offload.groups import local_tensor
+        return self._load_module("load_module_state_dict", state_dict, strict, custom_load_fn)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Of the module, as `state_dict()` is; see `load_module_state_dict`. Raises UserError for `assign`."""
+        if assign:
+            raise UserError("load_state_dict: assign=True would replace the sharded parameters; leave it out")
+        return self._load_module("load_state_dict", state_dict, strict)
+
+    def _load_module(self, call: str, state_dict: Mapping[str, Any], strict: bool, custom_load_fn: Any = None) -> Any:
+        self.check_alive()
+        if custom_load_fn is not None:
+            raise UserError(f"{call}: custom_load_fn is not supported; load into engine.module yourself")
         self.settle()
-        own = self.module.state_dict()
-        missing, unknown = own.keys() - state_dict.keys(), state_dict.keys() - own.keys()
-        if strict and (missing or unknown):
-            raise UserError(
-                f"load_module_state_dict: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}; or strict=False"
-            )
-        with torch.no_grad():
-            for name in own.keys() & state_dict.keys():
-                given = state_dict[name]
-                widened = given.reshape(1) if name in self.scalars else given
-                part = local_tensor(given) if isinstance(given, DTensor) else own_part(own[name], widened)
-                local_tensor(own[name]).copy_(part)
+        return load_module(call, self.module, state_dict, strict, self.scalars)
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
         """All weights whole, in the parameters' dtype, on the CPU of rank 0; None on the others. Tensor by tensor."""

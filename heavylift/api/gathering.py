@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from heavylift.api.owners import owner_of, states_of
+from heavylift.api.owners import owner_of, states_of, write_weight
 from heavylift.api.partition import (
     ZeroParamStatus,
     close_discarding,
@@ -34,9 +34,7 @@ from heavylift.api.partition import (
     open_whole,
 )
 from heavylift.api.shards import own_part, whole_value
-from heavylift.api.torch_step import TorchStep
 from heavylift.errors import UserError
-from heavylift.offload.groups import local_tensor
 
 
 class WholeParameter(torch.Tensor):
@@ -153,25 +151,10 @@ def _make_whole(param: nn.Parameter) -> nn.Parameter:
     return holder
 
 
-@torch.no_grad()
 def _write_back(param: nn.Parameter, whole: torch.Tensor) -> None:
     if whole.shape != param.shape:
         raise UserError(
             f"GatheredParameters: a parameter of shape {tuple(param.shape)} was given the shape {tuple(whole.shape)}; "
             "change shapes before initialize()"
         )
-    mine = own_part(param, whole.to(param.dtype)).reshape(-1)
-    states = states_of(param)
-    if states is not None:
-        try:
-            states.write_changed(mine)
-        except RuntimeError as error:
-            raise UserError(str(error)) from None
-        return
-    assert isinstance(param, DTensor)
-    shard = param.to_local().view(-1)
-    owner = owner_of(param)
-    if isinstance(owner, TorchStep):
-        master = local_tensor(owner.master_of(param)).view(-1)
-        master.copy_(torch.where(shard != mine, mine.to(master.dtype), master))
-    shard.copy_(mine)
+    write_weight(param, own_part(param, whole.to(param.dtype)))
