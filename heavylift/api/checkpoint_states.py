@@ -52,8 +52,11 @@ def steps_taken(optimizer: TieredAdamW | TorchStep, trained: Mapping[str, nn.Par
 def restore_masters(
     path: Path, shapes: Shapes, optimizer: TieredAdamW | TorchStep, trained: Mapping[str, nn.Parameter]
 ) -> None:
-    """Sets masters, and with them the parameters, to the saved values."""
-    for name, values in _read(path, shapes, "master", trained).items():
+    """Sets masters, and with them the parameters, to the saved values: a parameter that was not trained when it was
+    saved (frozen, or without an optimizer) has no master there, and its weight becomes the master."""
+    masters = _read(path, shapes, "master", trained)
+    masters |= _read(path, shapes, "model", {name: p for name, p in trained.items() if name not in masters})
+    for name, values in masters.items():
         if isinstance(optimizer, TorchStep):
             optimizer.write_master(trained[name], values)
         else:
@@ -103,6 +106,7 @@ def _read(path: Path, shapes: Shapes, key: str, trained: Mapping[str, nn.Paramet
 
 
 def _saved_torch_states(optimizer: TorchStep, trained: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    optimizer.follow_parameters()
     tensors: dict[str, Any] = {f"master.{n}": optimizer.master_of(p).detach() for n, p in trained.items()}
     for name, param in trained.items():
         for key, value in optimizer.state.get(optimizer.master_of(param), {}).items():
