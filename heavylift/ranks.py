@@ -28,13 +28,22 @@ class Ranks:
     @classmethod
     def here(cls) -> Ranks:
         """From the process group where there is one, else from the launcher's variables; alone without any."""
-        if dist.is_available() and dist.is_initialized():
-            rank, world_size = dist.get_rank(), dist.get_world_size()
-        else:
-            rank, world_size = _from_env("RANK", 0), _from_env("WORLD_SIZE", 1)
-        local_world_size = min(_from_env("LOCAL_WORLD_SIZE", world_size), world_size)
-        local_rank = _from_env("LOCAL_RANK", rank % local_world_size)
+        rank, world_size = _place()
+        local_rank, local_world_size = on_this_machine()
         return cls(rank, world_size, local_rank, local_world_size, _device(local_rank))
+
+
+def on_this_machine() -> tuple[int, int]:
+    """This process's rank among those of its machine, and how many they are; its GPU is not looked for."""
+    rank, world_size = _place()
+    local_world_size = min(_from_env("LOCAL_WORLD_SIZE", world_size), world_size)
+    return _from_env("LOCAL_RANK", rank % local_world_size), local_world_size
+
+
+def _place() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return _from_env("RANK", 0), _from_env("WORLD_SIZE", 1)
 
 
 def _from_env(name: str, default: int) -> int:

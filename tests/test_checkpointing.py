@@ -210,6 +210,13 @@ def test_an_input_that_is_too_large_is_reported() -> None:
         model(input_ids=IDS, use_cache=False)
 
 
+def test_slots_that_the_host_refuses_are_reported() -> None:
+    model = tiny_llama()
+    apply(model, How(1, on_host=True), slot_bytes=2**50)  # more than a process can address
+    with pytest.raises(UserError, match="^train.cpu_checkpointing: host memory for the inputs of 5 layers: the "):
+        model(input_ids=IDS, use_cache=False)
+
+
 def test_slots_that_the_host_cannot_hold_are_refused_before_they_are_taken() -> None:
     model = tiny_llama()
     ranks = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2, device=CPU)

@@ -226,9 +226,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from heavylift.config.recipe import load_recipe
+from heavylift.memory.activations import LayerShape
+from heavylift.memory.planner import ModelPlanner
 from heavylift.models.load import build_on_meta, load_hf_config
 from heavylift.sharding import make_mesh, shard_model
-from heavylift.train.setup import plan_memory, prepare_head, tiered_options, workload
+from heavylift.train.setup import prepare_head, tiered_options, workload
 
 for path in sys.argv[1:]:
     recipe = load_recipe(path)
@@ -240,7 +242,7 @@ for path in sys.argv[1:]:
     sharded = shard_model(model, recipe.engine.zero_stage, make_mesh(recipe.engine.zero_stage, "cpu"))
     options = tiered_options(recipe, [0])
     work = workload(recipe, recipe.data.cutoff_len, model, torch.device("cuda"))
-    plan = plan_memory(sharded, options, torch.bfloat16, hf_config, work)
+    plan = ModelPlanner(sharded, LayerShape.from_config(hf_config), torch.bfloat16).plan(options, work)
     host_gib = plan.host_bytes * int(world) / 2**30
     print(f"# plan: {world} processes: {plan.device_bytes / 2**30:.1f} GiB on each GPU at the peak, "
           f"{host_gib:.0f} GiB of host memory on the machine")

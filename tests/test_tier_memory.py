@@ -23,10 +23,10 @@ from heavylift.config.schema import ModelConfig, Schedule, StateFormat, Tier
 from heavylift.engine import Engine, build_optimizer
 from heavylift.memory.machine import host_available_bytes
 from heavylift.memory.plan import MemoryPlan
+from heavylift.memory.planner import ModelPlanner
 from heavylift.models.load import build_on_meta, init_random_weights, load_hf_config, materialise
 from heavylift.offload.options import TieredOptions
 from heavylift.sharding import make_mesh, shard_model
-from heavylift.train.setup import plan_memory
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def usage_job(folder: Path, setup: Setup, num_steps: int = 0) -> dict[str, Any]:
         streamed_share=setup.streamed_share,
         gradients_on=Tier(setup.gradients_on),
     )
-    plan = plan_memory(sharded, options, setup.dtype)
+    plan = ModelPlanner(sharded, None, setup.dtype).plan(options, None)
     materialise(model, CPU)
     init_random_weights(model, 0.02, seed=1)
     grown = measure(

@@ -29,6 +29,7 @@ from heavylift.errors import UserError
 from heavylift.launch.binding import bind_unless_bound
 from heavylift.launch.cores import split_cores
 from heavylift.memory.plan import check_left_on
+from heavylift.memory.refusal import host_memory_for
 from heavylift.offload.formats import check_format
 from heavylift.offload.groups import make_group
 from heavylift.offload.optimizer import TieredAdamW
@@ -185,17 +186,11 @@ def build_optimizer(
     plan = check_memory(prepared.sharded, TORCH_DTYPES[settings.precision], options, ranks)
     for line in (*options.without_effect, *plan.without_effect) if ranks.rank == 0 else ():
         logger.warning("heavylift.%s", line)
-    try:
-        tiered = TieredAdamW(
-            choice.param_groups,
-            groups=[g for g in groups if g is not None],
-            options=options,
-        )
-    except MemoryError as error:
-        raise UserError(
-            f"zero_optimization.offload_optimizer: host memory for the optimizer states: {error}; lower its `ratio`, "
-            "which keeps a share on the device, or use fewer ranks on this machine or a smaller model"
-        ) from None
+    instead = (
+        "lower its `ratio`, which keeps a share on the device, or use fewer ranks on this machine or a smaller model"
+    )
+    with host_memory_for("the optimizer states", OFFLOAD, instead):
+        tiered = TieredAdamW(choice.param_groups, groups=[g for g in groups if g is not None], options=options)
     prepared.give_masters(tiered)
     check_left_on(ranks.device, plan, ranks.local_world_size, options.ratio, f"{OFFLOAD}.ratio")
     return tiered

@@ -11,14 +11,18 @@ Optimizers that heavylift does not have raise UserError when they are made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from heavylift.config.schema import Tier
 from heavylift.errors import UserError
+from heavylift.launch.cores import split_cores
+from heavylift.memory.refusal import host_memory_for
 from heavylift.offload.optimizer import TieredAdamW
 from heavylift.offload.options import TieredOptions
+from heavylift.ranks import on_this_machine
 
 
 class _Adam(torch.optim.Optimizer):
@@ -72,7 +76,13 @@ class _Adam(torch.optim.Optimizer):
             )
         if coupled:
             return torch.optim.Adam(self.param_groups)
-        return TieredAdamW(self.param_groups, options=TieredOptions(self._tier))
+        options = TieredOptions(self._tier)
+        if self._tier is Tier.HOST:
+            # as `initialize` divides them: the ranks of this machine step side by side
+            cores = split_cores(*on_this_machine())
+            options = replace(options, num_threads=len(cores), cpu_ids=tuple(cores))
+        with host_memory_for("the optimizer states", type(self).__name__, "use FusedAdam or a smaller model"):
+            return TieredAdamW(self.param_groups, options=options)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; of the optimizer inside once it has stepped."""

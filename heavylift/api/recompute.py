@@ -85,5 +85,6 @@ class _HostInputs:
         if store is None or is_full or tensor.nbytes > self._slot_bytes:
             # the slots of the old one are freed with the last graph that needs them
             self._slot_bytes = max(self._slot_bytes, tensor.nbytes)
-            store = self._store = BoundaryStore(self._num_layers, self._slot_bytes, self._device)
+            key = "activation_checkpointing.cpu_checkpointing"
+            store = self._store = BoundaryStore(self._num_layers, self._slot_bytes, self._device, key)
         return store

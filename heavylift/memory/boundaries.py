@@ -27,7 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from heavylift.config.words import counted
 from heavylift.errors import UserError
+from heavylift.memory.refusal import host_memory_for
 from heavylift.offload.tiers import HostSlab, TierUsage, aligned_bytes
 
 
@@ -58,12 +60,16 @@ class _Boundary:
 class BoundaryStore:
     """A fixed number of slots in one slab, allocated at the first use."""
 
-    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device) -> None:
-        """`num_slots`: layer inputs alive at a time, one per checkpointed layer; `slot_bytes`: the largest of them."""
+    def __init__(
+        self, num_slots: int, slot_bytes: int, device: torch.device, key: str = "train.cpu_checkpointing"
+    ) -> None:
+        """`num_slots`: layer inputs alive at a time, one per checkpointed layer; `slot_bytes`: the largest of them;
+        `key`: of the configuration, which asks for all this."""
         assert num_slots > 0 and slot_bytes > 0, f"{num_slots=} {slot_bytes=}"
         self._slot_bytes = aligned_bytes(slot_bytes, torch.uint8)
         self._num_slots = num_slots
         self._device = device
+        self._key = key
         self._slots: list[Tensor] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._latest: weakref.ref[_Boundary] | None = None
@@ -104,10 +110,11 @@ class BoundaryStore:
         return saved_tensors_hooks(_Packer(self, boundary), _unpack)
 
     def put(self, tensor: Tensor) -> _Boundary:
-        """Starts to copy `tensor` into a free slot. Raises UserError when it is larger than the slots."""
+        """Starts to copy `tensor` into a free slot. Raises UserError when it is larger than the slots, or the host
+        refuses their memory."""
         if tensor.nbytes > self._slot_bytes:
             raise UserError(
-                f"train.cpu_checkpointing: expected layers to hand on at most {self._slot_bytes} bytes (micro-batch x "
+                f"{self._key}: expected layers to hand on at most {self._slot_bytes} bytes (micro-batch x "
                 f"sequence x hidden size), got {tensor.nbytes} {tuple(tensor.shape)}; set it to false for this model"
             )
         boundary = _Boundary(self, self._take_slot(), tensor)
@@ -165,7 +172,9 @@ class BoundaryStore:
 
     def _take_slot(self) -> int:
         if not self._slots:
-            slab = HostSlab(self.num_bytes, pinned=self._device.type == "cuda", usage=self.usage)
+            what = f"the inputs of {counted(self._num_slots, 'layer')}"
+            with host_memory_for(what, self._key, "use smaller micro-batches, or set it to false"):
+                slab = HostSlab(self.num_bytes, pinned=self._device.type == "cuda", usage=self.usage)
             self._slots = [slab.take(self._slot_bytes, torch.uint8) for _ in range(self._num_slots)]
             self.free_slots.extend(range(self._num_slots))
         if not self.free_slots:

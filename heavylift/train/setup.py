@@ -31,6 +31,7 @@ from heavylift.memory.fit import Setting, choose_ratio, remedies
 from heavylift.memory.machine import agree, host_available_bytes, measure
 from heavylift.memory.plan import GIB, MemoryPlan, check_left_on, check_plan
 from heavylift.memory.planner import ModelPlanner
+from heavylift.memory.refusal import host_memory_for
 from heavylift.models.load import (
     build_on_meta,
     check_weights,
@@ -44,6 +45,7 @@ from heavylift.models.load import (
 )
 from heavylift.models.loss_head import find_loss_head, install_loss_head
 from heavylift.offload.formats import check_format
+from heavylift.offload.optimizer import TieredAdamW
 from heavylift.offload.options import TieredOptions
 from heavylift.ranks import COLLECTIVE_TIMEOUT, Ranks
 from heavylift.sharding import ShardedModel, layers_of, make_mesh, shard_model
@@ -111,15 +113,7 @@ def set_up(recipe: Recipe) -> Run:
         load_weights(model, folder, stored)
     else:
         init_random_weights(model, float(getattr(hf_config, "initializer_range", 0.02)), recipe.train.seed)
-    train = recipe.train
-    optimizer = build_optimizer(
-        sharded,
-        parameter_groups(model, train.weight_decay),
-        options,
-        lr=train.learning_rate,
-        betas=(train.adam_beta1, train.adam_beta2),
-        eps=train.adam_epsilon,
-    )
+    optimizer = make_optimizer(sharded, recipe.train, options)
     check_left_on(ranks.device, plan, ranks.local_world_size, options.ratio, "engine.ratio")
     engine = Engine(sharded, optimizer, ranks.device)
     recipe = with_ratio(recipe, options.ratio)
@@ -300,21 +294,25 @@ def place_states(
     return options, plan
 
 
+def make_optimizer(sharded: ShardedModel, config: TrainConfig, options: TieredOptions) -> TieredAdamW:
+    """The optimizer over a model that has its weights.
+
+    Raises UserError where the host refuses memory for the states.
+    """
+    instead = "lower engine.ratio, which keeps a share on the device, or use fewer processes or a smaller model"
+    with host_memory_for("the optimizer states", "engine.offload_optimizer", instead):
+        return build_optimizer(
+            sharded,
+            parameter_groups(sharded.module, config.weight_decay),
+            options,
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+        )
+
+
 def with_ratio(recipe: Recipe, ratio: float) -> Recipe:
     """The recipe with the ratio that `auto` came to, so that a run can be repeated as it was."""
     if recipe.engine.ratio != "auto":
         return recipe
     return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"ratio": ratio})})
-
-
-def plan_memory(
-    sharded: ShardedModel,
-    options: TieredOptions,
-    dtype: torch.dtype,
-    hf_config: Any | None = None,
-    work: Workload | None = None,
-) -> MemoryPlan:
-    """The memory plan of a sharded model that may still be on meta; with its config and a workload also of what a step
-    computes on."""
-    shape = None if hf_config is None else LayerShape.from_config(hf_config)
-    return ModelPlanner(sharded, shape, dtype).plan(options, work)
