@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks.pool import run_on_ranks
+from ranks.pool import run_on_fresh_ranks, run_on_ranks
 from torch import nn
 
 import heavylift
@@ -28,6 +28,8 @@ from heavylift.api.monitor_classes import (
 from heavylift.api.on_device import OnDevice
 from heavylift.api.whole_state import clone_tensors_for_torch_save
 from heavylift.errors import UserError
+from heavylift.launch.cores import split_cores
+from heavylift.offload.optimizer import TieredAdamW
 
 # ---- optimizer classes -----------------------------------------------------------------------------------------------
 
@@ -175,6 +177,16 @@ def test_their_states_are_made_late_and_go_into_a_state_dict() -> None:
         o.step()
     assert torch.equal(param, other_param)
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_the_cpu_steps_with_the_cores_of_its_rank() -> None:
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = optimizers.DeepSpeedCPUAdam([param])
+    optimizer.step()
+    assert isinstance(optimizer._inner, TieredAdamW)
+    cores = split_cores(0, 1)
+    assert (optimizer._inner.options.num_threads, optimizer._inner.options.cpu_ids) == (len(cores), tuple(cores))
 
 
 @pytest.mark.parametrize(
@@ -334,6 +346,23 @@ def groups_job() -> tuple[int, int, int, int]:
     dist.all_reduce(total, group=process_groups.get_data_parallel_group())
     world = process_groups.get_data_parallel_world_size()
     return int(total), dist.get_world_size(alone), process_groups.get_data_parallel_rank(), world
+
+
+def second_world_job() -> list[int]:
+    """The group of this rank only, of a default group and of the one after it."""
+    found = []
+    for _ in range(2):
+        alone = process_groups.get_local_group()
+        total = torch.ones(1)
+        dist.all_reduce(total, group=alone)
+        found.append(int(total) * dist.get_world_size(alone))
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return found
+
+
+def test_a_group_of_one_does_not_outlive_the_default_group() -> None:
+    assert run_on_fresh_ranks(1, second_world_job) == [[1, 1]]
 
 
 def test_process_groups() -> None:

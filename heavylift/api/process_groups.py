@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-_alone: list[dist.ProcessGroup] = []
+_alone: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+"""The default group, and beside it that of this rank only."""
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
@@ -25,11 +26,12 @@ def get_data_parallel_rank() -> int:
 
 def get_local_group() -> dist.ProcessGroup:
     """A group of this rank only: model, sequence and expert parallelism. A collective at the first call."""
-    if not _alone:
-        mine = dist.get_rank()
+    global _alone
+    default = get_data_parallel_group()
+    if _alone is None or _alone[0] is not default:  # the default group may have been destroyed and made again
         made = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-        _alone.append(made[mine])
-    return _alone[0]
+        _alone = (default, made[dist.get_rank()])
+    return _alone[1]
 
 
 def get_one() -> int:
