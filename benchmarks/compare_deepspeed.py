@@ -99,7 +99,7 @@ def heavylift_command(case: str, args: argparse.Namespace, folder: Path) -> list
         "train.max_steps": args.steps,
         "train.gradient_checkpointing": "true",
     }
-    command = [sys.executable, "-m", "heavylift.cli.main", "bench", "examples/llama_3_1_8b_random.yaml"]
+    command = [sys.executable, "-m", "heavylift", "bench", "examples/llama_3_1_8b_random.yaml"]
     command += [f"{key}={value}" for key, value in values.items()]
     command += [*HEAVYLIFT[case], "--nproc", str(args.nproc), "--warmup", str(args.warmup)]
     return [*command, "--name", case, "--out", str(folder)]

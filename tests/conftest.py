@@ -47,7 +47,7 @@ class Finished:
 def heavylift_command() -> list[str]:
     """The installed command of this Python, or its module where the package is run from its sources."""
     installed = Path(sys.executable).parent / "heavylift"
-    return [str(installed)] if installed.exists() else [sys.executable, "-m", "heavylift.cli.main"]
+    return [str(installed)] if installed.exists() else [sys.executable, "-m", "heavylift"]
 
 
 def command_env(**more: str) -> dict[str, str]:

@@ -42,6 +42,14 @@ def test_version_and_help(run_heavylift: Run) -> None:
     assert all(word in usage.stdout for word in ("RECIPE.yaml", "SECTION.KEY=VALUE", "--nproc", "--debug"))
 
 
+def test_the_package_is_the_command_too(tmp_path: Path) -> None:
+    """For torchrun, and where the command is not on the path."""
+    argv = [sys.executable, "-m", "heavylift", "train", "nothere.yaml"]
+    done = subprocess.run(argv, cwd=tmp_path, env=command_env(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: nothere.yaml: ") and done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "args",
     [["trian"], ["train"], ["train", "a.yaml", "--nproc", "0"], ["generate", "x"], ["train", "a.yaml", "--nproq=1"]],

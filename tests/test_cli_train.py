@@ -67,7 +67,7 @@ def test_user_error_in_the_workers_leaves_everything_as_it_was(
 
 def test_under_torchrun(write_recipe: Write, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, "-m", "heavylift.cli.main", "train", str(write_recipe())]
+    command = [*torchrun, "-m", "heavylift", "train", str(write_recipe())]
     done = subprocess.run(command, env=command_env(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert {"model", "metrics.jsonl", "config.yaml"} <= written(tmp_path / "run")

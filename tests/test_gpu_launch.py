@@ -45,7 +45,7 @@ dist.destroy_process_group()
 def run(folder: Path, *args: str, **more: str) -> list[dict]:
     """What the ranks noted, in their order."""
     (folder / "train.py").write_text(TRAIN, encoding="utf-8")
-    argv = [sys.executable, "-m", "heavylift.cli.main", "launch", *args, "train.py"]
+    argv = [sys.executable, "-m", "heavylift", "launch", *args, "train.py"]
     done = subprocess.run(argv, cwd=folder, env=command_env(**more), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]

@@ -119,7 +119,7 @@ def launch(cluster: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             TMPDIR=str(cluster.parent / "tmp"),
             **more,
         )
-        argv = [sys.executable, "-m", "heavylift.cli.main", "launch", *args]
+        argv = [sys.executable, "-m", "heavylift", "launch", *args]
         process = subprocess.Popen(
             argv, cwd=cluster, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -314,7 +314,7 @@ def test_srun_starts_a_launcher_per_node(cluster: Path, launch: Callable[..., su
 
 def test_under_torchrun_every_process_is_a_rank(cluster: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    argv = [*torchrun, "-m", "heavylift.cli.main", "launch", "--num_gpus", "2", "train.py", "--sum"]
+    argv = [*torchrun, "-m", "heavylift", "launch", "--num_gpus", "2", "train.py", "--sum"]
     done = subprocess.run(argv, cwd=cluster, env=command_env(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = notes(cluster)

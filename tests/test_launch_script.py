@@ -331,7 +331,7 @@ def test_lines_that_are_the_launchers() -> None:
 
 def command(folder: Path, *args: str) -> subprocess.Popen[str]:
     """The command as a process of its own."""
-    argv = [sys.executable, "-m", "heavylift.cli.main", *args]
+    argv = [sys.executable, "-m", "heavylift", *args]
     env = command_env(TMPDIR=str(folder / "tmp"))
     return subprocess.Popen(argv, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -58,8 +58,8 @@ def commands(text: str) -> Iterator[list[str]]:
 
 def command_problems(words: list[str], readers_recipe: Path) -> Problems:
     """What is wrong with one command of the documents."""
-    if "heavylift.cli.main" in words:  # started by torchrun
-        words = ["heavylift", *words[words.index("heavylift.cli.main") + 1 :]]
+    if "-m" in words and words[words.index("-m") + 1] == "heavylift":  # started by torchrun
+        words = words[words.index("-m") + 1 :]
     if words[0] == "heavylift":
         return heavylift_problems(words[1:], readers_recipe)
     if words[0] == "make":

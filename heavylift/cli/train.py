@@ -107,7 +107,7 @@ def _answer(recipe: Recipe, question: str, model: Path) -> str:
 
     Raises UserError with what that process says is wrong.
     """
-    command = [sys.executable, "-P", "-m", "heavylift.cli.main", "generate"]
+    command = [sys.executable, "-P", "-m", "heavylift", "generate"]
     command += ["--max-new-tokens", str(recipe.eval.sample_max_new_tokens)]
     if recipe.model.tokenizer_name_or_path is not None:
         command += ["--tokenizer", recipe.model.tokenizer_name_or_path]

@@ -293,7 +293,7 @@ def _launch_command(options: LaunchOptions, flags: list[str]) -> list[str]:
         given += [flag, str(value)] if value is not None else []
     # the activated environment's Python, where there is one to activate
     python = "python" if options.venv_script is not None else sys.executable
-    start = [python, "-P", "-u", "-m", "heavylift.cli.main", "launch"]
+    start = [python, "-P", "-u", "-m", "heavylift", "launch"]
     return [*start, *flags, *given, options.script, *options.script_args]
 
 

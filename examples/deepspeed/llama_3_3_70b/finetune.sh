@@ -79,7 +79,7 @@ cat > "$config" <<JSON
 JSON
 
 launch=(heavylift launch)
-command -v heavylift > /dev/null || launch=(python3 -m heavylift.cli.main launch)
+command -v heavylift > /dev/null || launch=(python3 -m heavylift launch)
 
 exec "${launch[@]}" --num_gpus "$num_gpus" --bind_cores_to_rank "$here/finetune.py" \
     --deepspeed_config "$config" \
