@@ -44,10 +44,11 @@ def states(engine: Any) -> Tensors:
     from ranks.gather import whole
 
     from heavylift.api.checkpoint_states import saved_states
+    from heavylift.api.checkpoint_writer import made
 
     trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
     saved = saved_states(engine.optimizer, trained)
-    return {**{f"master.{n}": t for n, t in masters(engine).items()}, **{n: whole(t) for n, t in saved.items()}}
+    return {**{f"master.{n}": t for n, t in masters(engine).items()}, **{n: whole(made(t)) for n, t in saved.items()}}
 
 
 def save_job(case: Case, folder: Path, more: dict[str, Any]) -> dict[str, Any]:

@@ -91,9 +91,10 @@ def overflow(case: Case) -> dict[str, Any]:
 
     def everything() -> dict[str, torch.Tensor]:
         from heavylift.api.checkpoint_states import saved_states
+        from heavylift.api.checkpoint_writer import made
 
         trained = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
-        states = {n: whole(t) for n, t in saved_states(optimizer, trained).items()}
+        states = {n: whole(made(t)) for n, t in saved_states(optimizer, trained).items()}
         engine.settle()
         return {**states, **{f"param.{n}": whole(p) for n, p in trained.items()}}
 

@@ -15,7 +15,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path, PurePath
@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from heavylift.api import checkpoint_folders
+from heavylift.api import checkpoint_folders, checkpoint_writer
 from heavylift.api.checkpoint_damage import find_damaged, short_reason
 from heavylift.api.checkpoint_folders import EXTRAS, TRAINING
 from heavylift.config.words import shown
@@ -35,6 +35,7 @@ from heavylift.errors import UserError
 from heavylift.files import replacing
 
 T = TypeVar("T")
+Saved = torch.Tensor | checkpoint_writer.Later
 LATEST = "latest"
 FORMAT = 1
 """Of the files above; raised when an old reader would misread them."""
@@ -141,7 +142,7 @@ def same_on_all_ranks(what: str, value: str) -> None:
         raise UserError(f"save_checkpoint: {what} should be the same on all ranks, got {sorted(set(values))}")
 
 
-def write(folder: Path, tag: str, tensors: dict[str, Any], training: dict[str, Any], extras: bytes) -> Path:
+def write(folder: Path, tag: str, tensors: Mapping[str, Saved], training: dict[str, Any], extras: bytes) -> Path:
     """Writes the checkpoint DIR/TAG; returns that path. A collective. Raises UserError for a full or read-only disk."""
 
     def finish() -> None:
@@ -150,7 +151,7 @@ def write(folder: Path, tag: str, tensors: dict[str, Any], training: dict[str, A
 
     on_first_rank(lambda: checkpoint_folders.begin(folder, tag))
     try:
-        dcp.save(tensors, checkpoint_id=checkpoint_folders.saving_place(folder, tag))
+        checkpoint_writer.save(checkpoint_folders.saving_place(folder, tag), tensors)
         on_first_rank(finish)
     except dcp.api.CheckpointException as error:
         _abandon(folder, tag)
