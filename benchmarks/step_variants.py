@@ -32,13 +32,13 @@ import torch.distributed as dist
 from command_line import Parser, result_file, whole_number
 from command_line import run as run_command
 
-from heavylift.config.preflight import check
 from heavylift.config.recipe import load_recipe
 from heavylift.config.schema import Recipe, Schedule, StateFormat, Tier
 from heavylift.engine import Engine, build_optimizer, parameter_groups
 from heavylift.errors import UserError
 from heavylift.offload.formats import check_format
 from heavylift.offload.options import TieredOptions
+from heavylift.train.preflight import check
 from heavylift.train.setup import Run, set_up
 from heavylift.train.waits import WaitWatch, seconds_names
 

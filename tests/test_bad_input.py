@@ -16,9 +16,9 @@ import pytest
 from conftest import Finished
 
 from heavylift.config.model_folder import INDEX, read_weights
-from heavylift.config.preflight import check
 from heavylift.config.recipe import load_recipe
 from heavylift.errors import UserError
+from heavylift.train.preflight import check
 
 Run = Callable[..., Finished]
 Write = Callable[..., Path]

@@ -14,9 +14,9 @@ import pytest
 from conftest import Finished, command_env, heavylift_command
 from ranks.pool import run_on_ranks
 
-from heavylift.config.preflight import check
 from heavylift.config.recipe import load_recipe
 from heavylift.errors import UserError
+from heavylift.train.preflight import check
 
 Write = Callable[..., Path]
 Run = Callable[..., Finished]

@@ -18,7 +18,7 @@ from heavylift.cli.main import app
 Run = Callable[..., Finished]
 
 
-@pytest.mark.parametrize("module", ["heavylift.cli.main", "heavylift.cli.train", "heavylift.config.preflight"])
+@pytest.mark.parametrize("module", ["heavylift.cli.main", "heavylift.cli.train", "heavylift.train.preflight"])
 def test_no_heavy_imports(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'numpy', 'matplotlib'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], env=command_env(), capture_output=True, text=True)
@@ -27,7 +27,7 @@ def test_no_heavy_imports(module: str) -> None:
 
 def test_preflight_of_a_good_recipe_imports_nothing_heavy(write_recipe: Callable[..., Path]) -> None:
     code = (
-        "import sys; from heavylift.config.recipe import load_recipe; from heavylift.config.preflight import check;"
+        "import sys; from heavylift.config.recipe import load_recipe; from heavylift.train.preflight import check;"
         f"print(check(load_recipe({str(write_recipe())!r}), 1), sorted({{'torch', 'transformers'}} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], env=command_env(), capture_output=True, text=True)

@@ -18,10 +18,10 @@ import yaml
 from conftest import Finished, command_env
 
 from heavylift.cli.main import app
-from heavylift.config.preflight import check
 from heavylift.config.recipe import load_recipe
 from heavylift.config.words import sections
 from heavylift.errors import UserError
+from heavylift.train.preflight import check
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

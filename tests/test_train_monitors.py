@@ -11,11 +11,11 @@ import pytest
 from conftest import Finished
 from wandb_files import wandb_history
 
-from heavylift.config.preflight import check
 from heavylift.config.recipe import dump_recipe, load_recipe
 from heavylift.errors import UserError
 from heavylift.train.metrics import read_metrics
 from heavylift.train.monitors import recipe_monitors
+from heavylift.train.preflight import check
 
 Run = Callable[..., Finished]
 Write = Callable[..., Path]

@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 
 from heavylift.cli.train import resolved, write_recipe
-from heavylift.config.preflight import check, check_processes
 from heavylift.config.recipe import load_recipe
 from heavylift.config.run_folder import nearest_parent
 from heavylift.config.schema import Recipe
@@ -23,6 +22,7 @@ from heavylift.errors import UserError
 from heavylift.launch.cores import default_nproc, requested_nproc
 from heavylift.launch.runner import launch_workers, started_elsewhere
 from heavylift.train.bench_request import BenchRequest
+from heavylift.train.preflight import check, check_processes
 
 
 def run_bench(

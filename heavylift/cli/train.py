@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from heavylift.config.model_folder import resolve_model_folder, resolve_tokenizer_folder
-from heavylift.config.preflight import check, check_processes
 from heavylift.config.recipe import dump_recipe, load_recipe
 from heavylift.config.run_folder import RunFolder
 from heavylift.config.schema import Recipe
 from heavylift.errors import EXIT_USER_ERROR, UserError
 from heavylift.launch.cores import default_nproc, requested_nproc
 from heavylift.launch.runner import RANK_VARIABLES, launch_workers, run_here, started_elsewhere
+from heavylift.train.preflight import check, check_processes
 
 
 def run_train(recipe_path: str, overrides: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 Every problem of the file and of the command line is collected and raised as one `UserError`, each with its line
 number. YAML is read more plainly than PyYAML does by default: `1e-5` is a number, `2026-01-31` and `010` are not
-dates or octal numbers. Left out: whether files and folders exist (see `preflight.py`).
+dates or octal numbers. Left out: whether files and folders exist (see `heavylift.train.preflight`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each section is a small frozen model; the docstring under a field is its documentation (the reference in
 `docs/config.md` is generated from it). This module checks single values; what needs the file system, a tokenizer
-or a model is checked in `heavylift.config.preflight` and where the thing is opened. No torch here: a typo must be
+or a model is checked in `heavylift.train.preflight` and where the thing is opened. No torch here: a typo must be
 reported in under a second.
 """
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from heavylift.config.model_folder import resolve_model_folder, resolve_tokenizer_folder
-from heavylift.config.preflight import check_disk
 from heavylift.config.schema import Recipe, Tier, TrainConfig
 from heavylift.data.batches import BatchPlan, evaluation_plan
 from heavylift.data.samples import SampleSet
@@ -49,6 +48,7 @@ from heavylift.offload.optimizer import TieredAdamW
 from heavylift.offload.options import TieredOptions
 from heavylift.ranks import COLLECTIVE_TIMEOUT, Ranks
 from heavylift.sharding import ShardedModel, layers_of, make_mesh, shard_model
+from heavylift.train.preflight import check_disk
 
 logger = logging.getLogger(__name__)
 

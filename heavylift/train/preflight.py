@@ -22,6 +22,7 @@ from heavylift.config.packages import missing_package
 from heavylift.config.run_folder import check_output_dir, nearest_parent
 from heavylift.config.schema import Recipe
 from heavylift.config.words import counted
+from heavylift.data.formats import read_rows
 from heavylift.errors import UserError
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -140,7 +141,5 @@ def _count_samples(recipe: Recipe) -> int:
     if recipe.data.format == "random":
         assert recipe.data.num_samples is not None, recipe.data  # the schema demands it
         return recipe.data.num_samples
-    from heavylift.data.formats import read_rows
-
     num_rows = len(read_rows([Path(file) for file in recipe.data.files], recipe.data.format))
     return min(num_rows, recipe.data.num_samples or num_rows)
