@@ -13,6 +13,7 @@ import torch.distributed as dist
 from parity_api.small import message_of
 from ranks.gather import whole
 from ranks.pool import run_on_ranks
+from ranks.schedules import slow_down
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -317,3 +318,109 @@ def test_an_engine_loads_its_own_state_dict_and_says_what_is_wrong_with_another(
     assert found["untouched"], "nothing is written where something is wrong"
     assert messages["kind"].startswith("load_module_state_dict: expected a state_dict (names and tensors), got ")
     assert "custom_load_fn is not supported" in messages["custom"]
+
+
+# ---- while a step is under way ---------------------------------------------------------------------------------------
+
+SCHEDULES = ("deferred", "speculative", "auto")
+
+
+def slow_engine(schedule: str, seed: int = 0) -> Any:
+    """Its host parts step so late that whoever does not wait comes before them."""
+    engine = make(stage=3, offload=True, seed=seed, heavylift={"schedule": schedule})
+    slow_down(engine.optimizer, 0.02)
+    return engine
+
+
+def step_by_hand(engine: Any, lr: float, between: Callable[[], Any] = lambda: None) -> None:
+    """`between`: done between backward and step()."""
+    engine.optimizer.param_groups[0]["lr"] = lr
+    x = torch.linspace(-1, 1, 20).view(4, 5).bfloat16() + dist.get_rank()
+    engine.backward(engine(x).float())
+    between()
+    engine.step()
+
+
+def right_after_a_step_job(schedule: str) -> list[str]:
+    """Whole and in part, written and read."""
+    engine = slow_engine(schedule)
+    values = other_weights(engine, torch.bfloat16)
+    shards = as_shards(engine, values)
+    second = {name.removeprefix("second."): t for name, t in shards.items() if name.startswith("second.")}
+    writes: dict[str, Callable[[], Any]] = {
+        "whole": lambda: engine.module.load_state_dict(with_the_rest(engine, shards)),
+        "part": lambda: engine.module.second.load_state_dict(second),
+    }
+    wrong = []
+    for name, write in writes.items():
+        step_by_hand(engine, 0.05)
+        write()
+        step_by_hand(engine, 0.0)
+        after = weights(engine)
+        checked = values if name == "whole" else [n for n in values if n.startswith("second.")]
+        wrong += [f"{name} {n}" for n in checked if not torch.equal(after[n], values[n])]
+    step_by_hand(engine, 0.05)
+    read = {name: t.to_local().clone() for name, t in engine.module.second.state_dict().items()}
+    engine.settle()
+    wrong += [n for n, t in engine.module.second.named_parameters() if not torch.equal(read[n], t.detach().to_local())]
+    num_hooks = count_hooks(engine.module)
+    engine.destroy()
+    num_modules = len(list(engine.module.modules()))
+    return wrong + ([] if num_hooks - count_hooks(engine.module) == 2 * num_modules else ["hooks are left"])
+
+
+def count_hooks(module: nn.Module) -> int:
+    return sum(len(m._state_dict_pre_hooks) + len(m._load_state_dict_pre_hooks) for m in module.modules())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_state_dict_is_loaded_and_read_behind_the_step_under_way(schedule: str) -> None:
+    assert run_on_ranks(2, right_after_a_step_job, schedule) == [[], []]
+
+
+def too_early_job(schedule: str) -> tuple[str, bool]:
+    """Written without waiting, which no hook sees: the next forward says so. Then written again."""
+    engine = slow_engine(schedule)
+    values = other_weights(engine, torch.bfloat16)
+    step_by_hand(engine, 0.05)
+    with torch.no_grad():
+        engine.module.second.weight.zero_()
+    message = message_of(engine.settle)
+    copy_in(engine, values)
+    step_by_hand(engine, 0.0)
+    after = weights(engine)
+    engine.destroy()
+    return message, all(torch.equal(after[name], values[name]) for name in values)
+
+
+@pytest.mark.parametrize("schedule", ["deferred", "speculative"])
+def test_a_weight_that_is_written_while_its_step_is_under_way_is_named(schedule: str) -> None:
+    for message, good in run_on_ranks(2, too_early_job, schedule):
+        assert message.startswith("second.weight was written while its step was still under way, which writes it too;")
+        assert "engine.settle()" in message and "\n" not in message and good
+
+
+def between_job() -> dict[str, Any]:
+    """Weights that change between backward and step()."""
+    found: dict[str, Any] = {}
+    for schedule in ("synchronous", "deferred", "speculative"):
+        engine = slow_engine(schedule)
+        values = other_weights(engine, torch.bfloat16)
+        step_by_hand(engine, 0.05)
+        engine.settle()
+        write = lambda engine=engine, values=values: copy_in(engine, values)  # noqa: E731
+        if schedule == "speculative":
+            found[schedule] = message_of(lambda engine=engine, write=write: step_by_hand(engine, 0.05, write))
+        else:
+            step_by_hand(engine, 0.05, write)
+            found[schedule] = weights(engine), masters(engine)
+        engine.destroy()
+    return found
+
+
+def test_a_deferred_step_starts_from_the_weights_of_step() -> None:
+    found = run_on_ranks(2, between_job)[0]
+    for one, other in zip(found["synchronous"], found["deferred"], strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    message = found["speculative"]
+    assert "was written between backward, which has taken its step, and step(); write before backward" in message

@@ -33,7 +33,8 @@ class Engine(EngineSteps, EngineInfo, EngineCheckpoint):
         self.is_destroyed = True
         self._presence.close()
         self._loss_source.close()
-        self._read_hook.remove()
+        for hook in self._settle_hooks:
+            hook.remove()
         self.reports.close()
         if self.optimizer is not None:
             self.optimizer.close()

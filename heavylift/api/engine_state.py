@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from heavylift.api.dataloader import EngineDataLoader
 from heavylift.api.distributed import cpu_group
@@ -68,8 +69,7 @@ class EngineState(nn.Module):
         self._batch = settings.batch
         self._cpu_group = cpu_group()
         self._presence = GradientPresence(sharded, ranks.device)
-        # whoever reads the weights reads them whole: the last step may still be on its way from the host
-        self._read_hook = self.module.register_state_dict_pre_hook(lambda *_: self.settle())
+        self._settle_hooks = self._settle_before_state_dicts()
 
     def __getattr__(self, name: str) -> Any:
         """What the engine does not have, the module may."""
@@ -90,6 +90,21 @@ class EngineState(nn.Module):
         self._sharded.reshard()
         if self.optimizer is not None:
             self.optimizer.synchronize()
+
+    def _settle_before_state_dicts(self) -> list[RemovableHandle]:
+        """Whoever reads or writes the weights finds them whole: the last step may still be on its way from the host."""
+
+        def settle(*_: Any) -> None:
+            self.settle()
+
+        def settle_optimizer(*_: Any) -> None:
+            self.optimizer_settle()
+
+        hooks = []
+        for module in self.module.modules():  # a part of the model may be saved and loaded alone; FSDP2 reshards it
+            hook = settle if module is self.module else settle_optimizer
+            hooks += [module.register_state_dict_pre_hook(hook), module.register_load_state_dict_pre_hook(hook)]
+        return hooks
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from heavylift.errors import UserError
 from heavylift.offload.gates import Gate
 
 
@@ -82,11 +83,24 @@ class Group:
     gate: Gate = field(init=False)
 
     def __post_init__(self) -> None:
-        self.gate = Gate(self._mark_seen)
+        self.gate = Gate(self._settled)
 
-    def _mark_seen(self) -> None:
+    def _settled(self) -> None:
+        self.check_unwritten(
+            "while its step was still under way, which writes it too; wait for the step first (engine.settle(), or "
+            "synchronize() of the optimizer), and write again"
+        )
         for segment in self.segments:
             segment.mark_seen()
+
+    def check_unwritten(self, when: str) -> None:
+        """Raises UserError, saying `when`, where somebody else has written a sharded parameter since the optimizer last
+        agreed with it: the optimizer's own copies go through detached DTensors, which move no counter. Plain parameters
+        are not looked at: those copies move theirs, and nobody can write them in between, as step() waits."""
+        written = [s.name for s in self.segments if isinstance(s.param, DTensor) and not s.is_seen()]
+        if written:
+            more = f" (and {len(written) - 1} more)" if len(written) > 1 else ""
+            raise UserError(f"{written[0]}{more} was written {when}")
 
     @property
     def segment_numels(self) -> tuple[int, ...]:

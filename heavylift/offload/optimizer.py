@@ -252,6 +252,14 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
 
     def _step_overlapped(self, overlap: OverlappedSteps) -> None:
         overlap.flush()
+        if overlap.speculated:
+            for group in self.groups:
+                group.check_unwritten(
+                    "between backward, which has taken its step, and step(); write before backward or after step(), or "
+                    "take schedule deferred or synchronous"
+                )
+        else:
+            self.follow_parameters()
         overlap.prepare()
         coefficient = self._take_norm(overlap.sums)
         overlap.finish(coefficient, self.skipped)
@@ -336,6 +344,8 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         if self._overlap is not None:
             self._overlap.drain()
             self._overlap.speculate_next = self._speculates()  # betas may have been edited
+            if self._accumulation is None and not self._overlap.speculate_next:
+                return  # backward has only begun, and parameters may be written until step() takes the step
         self.follow_parameters()
 
     @torch.no_grad()
