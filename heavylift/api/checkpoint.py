@@ -134,12 +134,12 @@ def _group_timeout(group: dist.ProcessGroup | None, longest: timedelta) -> timed
         return longest
 
 
-def same_on_all_ranks(what: str, value: str) -> None:
+def same_on_all_ranks(call: str, what: str, value: str) -> None:
     """Raises UserError where ranks disagree. A collective."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     if len(set(values)) > 1:
-        raise UserError(f"save_checkpoint: {what} should be the same on all ranks, got {sorted(set(values))}")
+        raise UserError(f"{call}: {what} should be the same on all ranks, got {sorted(set(values))}")
 
 
 def write(folder: Path, tag: str, tensors: Mapping[str, Saved], training: dict[str, Any], extras: bytes) -> Path:
@@ -206,9 +206,9 @@ def find(folder: Path, tag: Any, call: str = "load_checkpoint") -> Path | None:
     Raises UserError for a tag that is none or not there, a damaged `latest`, and another program's checkpoint.
     """
     if tag is None:
-        if not (folder / LATEST).is_file():
+        tag = read_latest(folder)
+        if tag is None:
             return None
-        tag = _read_latest(folder)
     tag = check_tag(call, tag)
     found = checkpoint_folders.locate(folder, tag)
     if found is not None:
@@ -225,7 +225,10 @@ def find(folder: Path, tag: Any, call: str = "load_checkpoint") -> Path | None:
     )
 
 
-def _read_latest(folder: Path) -> str:
+def read_latest(folder: Path) -> str | None:
+    """The tag saved last. None where nothing was saved yet. Raises UserError for a damaged file."""
+    if not (folder / LATEST).is_file():
+        return None
     try:
         tag = (folder / LATEST).read_text(encoding="utf-8").strip()
         return check_tag(LATEST, tag)

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from heavylift.api import checkpoint
 from heavylift.api.checkpoint_extras import check_client_state, pack_extras
-from heavylift.api.checkpoint_states import load_states, restore_masters, saved_states, steps_taken
+from heavylift.api.checkpoint_opening import open_on_all_ranks
+from heavylift.api.checkpoint_states import Shapes, load_states, restore_masters, saved_states, steps_taken
 from heavylift.api.engine_state import EngineState
 from heavylift.api.module_loading import load_module
 from heavylift.api.scalars import narrowed
@@ -54,7 +55,7 @@ class EngineCheckpoint(EngineState):
         folder = checkpoint.as_folder("save_checkpoint", save_dir)
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
         checkpoint.await_all_ranks("save_checkpoint", self._cpu_group, ARRIVAL_TIMEOUT)
-        checkpoint.same_on_all_ranks("tag", tag)
+        checkpoint.same_on_all_ranks("save_checkpoint", "tag", tag)
         checkpoint.check_tag("save_checkpoint", tag)
         extras = self._pack_extras(client_state)
         self.settle()
@@ -106,23 +107,20 @@ class EngineCheckpoint(EngineState):
         """Restores what `save_checkpoint` wrote: of `tag`, else the latest. Returns (its path, the client state).
 
         (None, {}) where nothing was saved in `load_dir` yet. `load_module_only`: the weights alone. Raises UserError
-        for a tag that is not there, weights of another model (with `load_module_strict`), and damaged files.
+        for a tag that is not there, on every rank also where only one of them does not find it, for weights of another
+        model (with `load_module_strict`), and for damaged files.
         """
         self.check_alive()
         if custom_load_fn is not None:
             raise UserError("load_checkpoint: custom_load_fn is not supported; load into engine.module yourself")
-        path = checkpoint.find(checkpoint.as_folder("load_checkpoint", load_dir), tag)
-        if path is None:
+        opened = open_on_all_ranks(load_dir, tag)
+        if opened is None:
             if self.global_rank == 0:
                 logger.warning("load_checkpoint: nothing was saved in %s yet; training starts anew", load_dir)
             return None, {}
-        training, extras, shapes = (
-            checkpoint.read_training(path),
-            checkpoint.read_extras(path),
-            checkpoint.read_shapes(path),
-        )
+        path, training, extras, shapes = opened.path, opened.training, opened.extras, opened.shapes
         self.settle()
-        self._load_model(path, set(shapes), load_module_strict)
+        self._load_model(path, shapes, load_module_strict)
         if self.optimizer is not None:
             restore_masters(path, shapes, self.optimizer, self._trained())
             self.optimizer.zero_grad()
@@ -154,14 +152,14 @@ class EngineCheckpoint(EngineState):
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
-    def _load_model(self, path: Path, keys: set[str], strict: bool) -> None:
+    def _load_model(self, path: Path, shapes: Shapes, strict: bool) -> None:
         own = {f"model.{name}": tensor for name, tensor in self._model_tensors()}
         missing = sorted(
             key
             for key, t in own.items()
-            if key not in keys and not (isinstance(t, nn.Parameter) and not t.requires_grad)
+            if key not in shapes and not (isinstance(t, nn.Parameter) and not t.requires_grad)
         )
-        unknown = sorted(key for key in keys if key.startswith("model.") and key not in own)
+        unknown = sorted(key for key in shapes if key.startswith("model.") and key not in own)
         if strict and (missing or unknown):
             lacks, has = [", ".join(k.removeprefix("model.") for k in some[:3]) for some in (missing, unknown)]
             raise UserError(
@@ -176,13 +174,12 @@ class EngineCheckpoint(EngineState):
         if (missing or unknown) and self.global_rank == 0:
             logger.warning(
                 "load_checkpoint: %s of this model's %s tensors are in %s, %s there are unknown here",
-                len(own.keys() & keys),
+                len(own.keys() & shapes.keys()),
                 len(own),
                 path,
                 len(unknown),
             )
-        targets = {key: tensor.detach() for key, tensor in own.items() if key in keys}
-        shapes = checkpoint.read_shapes(path)
+        targets = {key: tensor.detach() for key, tensor in own.items() if key in shapes}
         for key, tensor in targets.items():
             if tuple(shapes[key].size) != tuple(tensor.shape):
                 raise UserError(
