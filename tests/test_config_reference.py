@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from heavylift.config.reference import main, plain_type, recipe_keys, render
+from heavylift.config.reference import main, plain_type, render, sections
 from heavylift.config.schema import Int
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +34,11 @@ eval.sample_prompt eval.sample_max_new_tokens
 export.save export.dtype export.max_shard_size
 launch.nproc
 """.split()
+
+
+def recipe_keys() -> list[str]:
+    """Every key of a recipe as `section.key`, in order."""
+    return [f"{name}.{key}" for name, kind in sections().items() for key in kind.model_fields]
 
 
 def test_recipe_keys_are_frozen() -> None:

@@ -27,7 +27,7 @@ dist.init_process_group("nccl", device_id=torch.device("cuda", local))
 total = torch.full((4,), rank + 1.0, device="cuda")
 dist.all_reduce(total)
 from heavylift.launch.cores import split_cores
-from heavylift.launch.numa import preferred_node
+from memory_policy import preferred_node
 properties = torch.cuda.get_device_properties(local)
 note = {
     "total": total.tolist(),
@@ -46,7 +46,9 @@ def run(folder: Path, *args: str, **more: str) -> list[dict]:
     """What the ranks noted, in their order."""
     (folder / "train.py").write_text(TRAIN, encoding="utf-8")
     argv = [sys.executable, "-m", "heavylift", "launch", *args, "train.py"]
-    done = subprocess.run(argv, cwd=folder, env=command_env(**more), capture_output=True, text=True, timeout=300)
+    env = command_env(**more)
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), env["PYTHONPATH"]])  # for memory_policy
+    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]
 

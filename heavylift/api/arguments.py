@@ -24,8 +24,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 def find_config(args: Any, config: Any, config_params: Any) -> Any:
     """The one configuration among the arguments of `initialize`. Raises UserError for none, or several."""
-    named = vars(args) if hasattr(args, "__dict__") else {}
-    from_args = named.get(_ARGUMENT) or named.get("deepscale_config")
+    from_args = getattr(args, _ARGUMENT, None) or getattr(args, "deepscale_config", None)
     given = {
         "config": config,
         "config_params": config_params,

@@ -11,7 +11,6 @@ Names and modules are those of `heavylift/compat/deepspeed/`; what is not there 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from heavylift.errors import UserError
 
 DEEPSPEED_VERSION = "0.19.6+heavylift"
 """The release whose surface is provided."""
-ENVIRONMENT_SWITCH = "HEAVYLIFT_AS_DEEPSPEED"
 
 logger = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent / "deepspeed"
@@ -49,9 +47,3 @@ def install() -> None:
             " and ".join(name.partition(".")[0] for name in late),
         )
     sys.meta_path.insert(0, DeepSpeedFinder(_FOLDER, DEEPSPEED_VERSION))
-
-
-def install_if_asked() -> None:
-    """`install()` where the environment variable HEAVYLIFT_AS_DEEPSPEED is 1."""
-    if os.environ.get(ENVIRONMENT_SWITCH) == "1":
-        install()

@@ -46,11 +46,6 @@ def sections() -> dict[str, type[Section]]:
     return found  # type: ignore[return-value]
 
 
-def recipe_keys() -> tuple[str, ...]:
-    """Every key of a recipe as `section.key`, in order."""
-    return tuple(f"{name}.{key}" for name, kind in sections().items() for key in kind.model_fields)
-
-
 def render() -> str:
     """The whole reference as Markdown."""
     return "\n".join([_INTRODUCTION, *(_render_section(name, kind) for name, kind in sections().items())])

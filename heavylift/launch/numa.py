@@ -14,7 +14,6 @@ import platform
 import sys
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237}  # asm/unistd.h
-_GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236, "riscv64": 236}
 _MPOL_PREFERRED = 1  # linux/mempolicy.h
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 _MAX_NODES = 1024
@@ -36,19 +35,6 @@ def prefer_node(node: int) -> str | None:
     if _libc().syscall(number, _MPOL_PREFERRED, mask, ctypes.c_ulong(_MAX_NODES + 1)) == 0:
         return None
     return _reason(ctypes.get_errno())
-
-
-def preferred_node() -> int | None:
-    """The node set by `prefer_node` for this thread; None with any other policy, or where it cannot be asked."""
-    number = _GET_MEMPOLICY.get(platform.machine())
-    if number is None or not sys.platform.startswith("linux"):
-        return None
-    mode = ctypes.c_int()
-    mask = (ctypes.c_ulong * (_MAX_NODES // _WORD_BITS))()
-    if _libc().syscall(number, ctypes.byref(mode), mask, ctypes.c_ulong(_MAX_NODES), None, ctypes.c_ulong(0)) != 0:
-        return None
-    nodes = [bit for bit in range(_MAX_NODES) if mask[bit // _WORD_BITS] >> (bit % _WORD_BITS) & 1]
-    return nodes[0] if mode.value == _MPOL_PREFERRED and len(nodes) == 1 else None
 
 
 def _libc() -> ctypes.CDLL:
