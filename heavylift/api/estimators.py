@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from heavylift.api.partition import find_partition
 from heavylift.config.schema import Schedule, Tier
 from heavylift.memory.peak import GroupLoad
-from heavylift.memory.plan import GIB, MemoryPlan, make_plan
+from heavylift.memory.plan import MemoryPlan, make_plan
 from heavylift.offload.options import TieredOptions
+from heavylift.units import GIB
 
 _DTYPE = torch.bfloat16
 _LOADED_BYTES = 4

@@ -11,7 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-GIB = 2**30
+from heavylift.units import GIB
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from heavylift.api.shards import gather, own_part
 from heavylift.api.torch_step import TorchStep
 from heavylift.errors import UserError
 from heavylift.offload.groups import local_tensor
+from heavylift.offload.tensors import MOMENTS
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 GRADIENT = "gradient"
 

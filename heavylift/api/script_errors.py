@@ -17,11 +17,10 @@ from types import TracebackType
 
 from heavylift.errors import EXIT_USER_ERROR, UserError
 from heavylift.launch.entry import leave_script
-from heavylift.launch.failures import await_first_rank, tell
+from heavylift.launch.failures import RANK_0_SPEAKS_FIRST_S, await_first_rank, tell
 from heavylift.launch.rank_output import LOG_VARIABLE
 
 _PACKAGE = Path(__file__).parent.parent
-_RANK_0_SPEAKS_FIRST_S = 3.0
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -52,10 +51,10 @@ class _OneLine:
         if tell(EXIT_USER_ERROR, lines):
             if LOG_VARIABLE in os.environ:
                 _print(lines)  # into this rank's own log file
-            await_first_rank(_RANK_0_SPEAKS_FIRST_S)
+            await_first_rank(RANK_0_SPEAKS_FIRST_S)
         else:
             if os.environ.get("RANK", "0") != "0":
-                time.sleep(_RANK_0_SPEAKS_FIRST_S)  # most often all ranks say the same; one that ends may end this one
+                time.sleep(RANK_0_SPEAKS_FIRST_S)  # most often all ranks say the same; one that ends may end this one
             _print(lines)
         if "RANK" in os.environ:
             # while Python tears itself down the other ranks lose their connection, fail too, and may be gone before

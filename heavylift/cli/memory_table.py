@@ -20,11 +20,12 @@ from heavylift.config.schema import ModelConfig, Tier
 from heavylift.errors import UserError
 from heavylift.memory.activations import LayerShape, Recompute, Workload
 from heavylift.memory.machine import MachineMemory, measure
-from heavylift.memory.plan import GIB, MemoryPlan
+from heavylift.memory.plan import MemoryPlan
 from heavylift.memory.planner import ModelPlanner
 from heavylift.models.load import build_on_meta, load_hf_config, parameter_counts
 from heavylift.offload.options import TieredOptions
 from heavylift.sharding import make_mesh, shard_model
+from heavylift.units import GIB
 
 _DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 

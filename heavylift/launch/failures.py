@@ -18,6 +18,8 @@ from heavylift.launch.deaths import leave_pid
 
 FAILURES_VARIABLE = "HEAVYLIFT_FAILURES"
 """Folder for `failed.LOCAL_RANK`, a file of JSON."""
+RANK_0_SPEAKS_FIRST_S = 3.0
+"""How long other ranks wait before they say a user error, which most often is the same on all."""
 _POLL_S = 0.02
 
 

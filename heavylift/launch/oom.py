@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-_GIB = 1 << 30
+from heavylift.units import GIB
+
 # version 1's way of saying "no limit" is a number close to 2^63
 _NO_LIMIT = 1 << 60
 
@@ -38,7 +39,7 @@ def explain_kill(before: OomCount, after: OomCount) -> str:
     """What a SIGKILL between the two readings was about, as the end of a sentence."""
     if before.group is not None and after.group is not None:
         if after.group > before.group:
-            limit = f" of {after.limit_bytes / _GIB:.1f} GiB" if after.limit_bytes else ""
+            limit = f" of {after.limit_bytes / GIB:.1f} GiB" if after.limit_bytes else ""
             return f": out of memory, the kernel ended it at the control group's limit{limit}"
         if after.machine is not None and before.machine is not None and after.machine > before.machine:
             return ": out of memory, the kernel ended a process because the machine's memory was full"

@@ -16,8 +16,9 @@ from heavylift.config.schema import Schedule, StateFormat, Tier
 from heavylift.errors import UserError
 from heavylift.memory.activations import Recompute, Workload
 from heavylift.memory.machine import MachineMemory
-from heavylift.memory.plan import GIB, MemoryPlan, host_floor_bytes
+from heavylift.memory.plan import MemoryPlan, host_floor_bytes
 from heavylift.offload.options import TieredOptions
+from heavylift.units import GIB
 
 DEVICE_RESERVE_BYTES = GIB
 """Left free on the device: channels of NCCL, workspaces of cuBLAS and cuDNN, compiled kernels."""

@@ -23,8 +23,7 @@ from heavylift.offload.overlap import MAX_COPYING, kept_gradient_bytes
 from heavylift.offload.states import kept_dtypes, part_layout
 from heavylift.offload.streamed import slot_bytes
 from heavylift.offload.tiers import choose_streamed, least_streamed_share, place, whole_pages
-
-GIB = 2**30
+from heavylift.units import GIB
 
 HOST_PROCESS_BYTES = 5 * GIB // 2
 """What a process on a GPU takes on the host after the plan was made: driver, NCCL, the compiler with its workers, which

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from heavylift.config.schema import Tier
+from heavylift.units import GIB
 
 PAGE_BYTES = mmap.PAGESIZE
 _HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
@@ -61,7 +62,7 @@ class HostSlab:
         try:
             self._map = _Mapping(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise MemoryError(f"the host refused a mapping of {self.num_bytes / 2**30:.2f} GiB: {error}") from None
+            raise MemoryError(f"the host refused a mapping of {self.num_bytes / GIB:.2f} GiB: {error}") from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 # states are streamed end to end: 2 MiB pages spare the page-table walks
@@ -75,7 +76,7 @@ class HostSlab:
             )
             if int(status) != 0:
                 raise MemoryError(
-                    f"page-locking {self.num_bytes / 2**30:.2f} GiB of host memory failed (CUDA error {int(status)}); "
+                    f"page-locking {self.num_bytes / GIB:.2f} GiB of host memory failed (CUDA error {int(status)}); "
                     "raise the locked-memory limit (ulimit -l)"
                 )
             self._map.registered_address = self._bytes.data_ptr()

@@ -23,10 +23,11 @@ from heavylift.config.schema import Tier
 from heavylift.errors import UserError
 from heavylift.train.bench_request import BenchRequest
 from heavylift.train.loop import History
-from heavylift.train.machine_facts import GIB, machine_facts, version_facts
+from heavylift.train.machine_facts import machine_facts, version_facts
 from heavylift.train.metrics import StepMetrics
 from heavylift.train.setup import Run
 from heavylift.train.waits import StepWaits, seconds_names
+from heavylift.units import GIB
 
 FORMAT = 1
 """Of the file; raised when a key changes its meaning or goes."""

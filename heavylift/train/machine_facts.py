@@ -14,8 +14,8 @@ import torch
 
 from heavylift.launch.cores import num_usable_cores
 from heavylift.memory.machine import host_available_bytes
+from heavylift.units import GIB
 
-GIB = 2**30
 _PACKAGE = Path(__file__).parents[1]
 
 

@@ -16,8 +16,7 @@ from typing import Any, Self
 
 from heavylift.errors import UserError
 from heavylift.train.waits import StepWaits
-
-GIB = 2**30
+from heavylift.units import GIB
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 from heavylift.config.schema import Schedule, Tier
-from heavylift.train.metrics import GIB, RunMetrics, StepMetrics
+from heavylift.train.metrics import RunMetrics, StepMetrics
+from heavylift.units import GIB
 
 ETA_EVERY_S = 30.0
 

@@ -28,7 +28,7 @@ from heavylift.memory.boundaries import BoundaryStore
 from heavylift.memory.checkpointing import checkpoint_layers
 from heavylift.memory.fit import Setting, choose_ratio, remedies
 from heavylift.memory.machine import agree, host_available_bytes, measure
-from heavylift.memory.plan import GIB, MemoryPlan, check_left_on, check_plan
+from heavylift.memory.plan import MemoryPlan, check_left_on, check_plan
 from heavylift.memory.planner import ModelPlanner
 from heavylift.memory.refusal import host_memory_for
 from heavylift.models.load import (
@@ -49,6 +49,7 @@ from heavylift.offload.options import TieredOptions
 from heavylift.ranks import COLLECTIVE_TIMEOUT, Ranks
 from heavylift.sharding import ShardedModel, layers_of, make_mesh, shard_model
 from heavylift.train.preflight import check_disk
+from heavylift.units import GIB
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 from heavylift.config.recipe import load_recipe
 from heavylift.errors import EXIT_USER_ERROR, UserError
-
-_RANK_0_SPEAKS_FIRST_S = 3.0
+from heavylift.launch.failures import RANK_0_SPEAKS_FIRST_S
 
 
 def main(argv: Sequence[str]) -> None:
@@ -64,10 +63,10 @@ if __name__ == "__main__":
         if not isinstance(error, UserError):
             # most often it is another rank that failed, and this one has only lost its connection: the launcher ends
             # it meanwhile, and what is shown is the cause
-            time.sleep(_RANK_0_SPEAKS_FIRST_S)
+            time.sleep(RANK_0_SPEAKS_FIRST_S)
             raise
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(_RANK_0_SPEAKS_FIRST_S)  # the launcher ends this rank as soon as rank 0 has spoken
+            time.sleep(RANK_0_SPEAKS_FIRST_S)  # the launcher ends this rank as soon as rank 0 has spoken
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr, flush=True)
         sys.exit(EXIT_USER_ERROR)

@@ -18,19 +18,19 @@ from heavylift.config.deepspeed.keys import (
     refused_block,
 )
 
-_DISK = "nothing is kept on NVMe"
+NOTHING_ON_NVME = "nothing is kept on NVMe"
 _COMMS = "collectives show in PyTorch's profiler"
 
 
 class Aio(Block):
     """Asynchronous disk access."""
 
-    block_size: Annotated[Whole, Field(ge=1), no_effect(_DISK)] = 1_048_576
-    queue_depth: Annotated[Whole, Field(ge=1), no_effect(_DISK)] = 8
-    intra_op_parallelism: Annotated[Whole, Field(ge=1), no_effect(_DISK, aliases=("thread_count",))] = 1
-    single_submit: Annotated[Switch, no_effect(_DISK)] = False
-    overlap_events: Annotated[Switch, no_effect(_DISK)] = True
-    use_gds: Annotated[Switch, no_effect(_DISK)] = False
+    block_size: Annotated[Whole, Field(ge=1), no_effect(NOTHING_ON_NVME)] = 1_048_576
+    queue_depth: Annotated[Whole, Field(ge=1), no_effect(NOTHING_ON_NVME)] = 8
+    intra_op_parallelism: Annotated[Whole, Field(ge=1), no_effect(NOTHING_ON_NVME, aliases=("thread_count",))] = 1
+    single_submit: Annotated[Switch, no_effect(NOTHING_ON_NVME)] = False
+    overlap_events: Annotated[Switch, no_effect(NOTHING_ON_NVME)] = True
+    use_gds: Annotated[Switch, no_effect(NOTHING_ON_NVME)] = False
 
 
 class CommsLogger(Block):

@@ -8,13 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from heavylift.config.deepspeed.keys import Block, Number, Switch, Whole, done, no_effect, refused, refused_block
+from heavylift.config.deepspeed.refused import NOTHING_ON_NVME
 
 Device = Literal["none", "cpu", "nvme"]
 
 _BUCKETS = "FSDP2 reduces and gathers layer by layer, each layer in one piece"
 _PREFETCH = "FSDP2 gathers one layer ahead of the one at work and frees each after use"
-_DISK = "nothing is kept on NVMe"
-_NVME = "heavylift has no NVMe tier; use `cpu`"
 
 
 class OffloadOptimizer(Block):
@@ -31,14 +30,14 @@ class OffloadOptimizer(Block):
             "refused: use `cpu`, and `ratio` below 1 where host memory is short."
         ),
     ] = "none"
-    nvme_path: Annotated[str | None, no_effect(_DISK, agrees=("none", ""))] = None
+    nvme_path: Annotated[str | None, no_effect(NOTHING_ON_NVME, agrees=("none", ""))] = None
     buffer_count: Annotated[Whole, Field(ge=1), no_effect("staging between the tiers is a ring of small buffers")] = 4
     pin_memory: Annotated[
         Switch, done("Staging buffers are page-locked on a GPU, exactly as large as needed; false changes nothing.")
     ] = True
-    pipeline_read: Annotated[Switch, no_effect(_DISK, agrees=(False,))] = False
-    pipeline_write: Annotated[Switch, no_effect(_DISK, agrees=(False,))] = False
-    fast_init: Annotated[Switch, no_effect(_DISK, agrees=(False,))] = False
+    pipeline_read: Annotated[Switch, no_effect(NOTHING_ON_NVME, agrees=(False,))] = False
+    pipeline_write: Annotated[Switch, no_effect(NOTHING_ON_NVME, agrees=(False,))] = False
+    fast_init: Annotated[Switch, no_effect(NOTHING_ON_NVME, agrees=(False,))] = False
     ratio: Annotated[
         Number, Field(ge=0, le=1), done("Share of the optimizer states on the host, to the element, in every stage.")
     ] = 1.0
@@ -65,7 +64,7 @@ class OffloadParam(Block):
             agrees=("none",),
         ),
     ] = "none"
-    nvme_path: Annotated[str | None, no_effect(_DISK, agrees=("none", ""))] = None
+    nvme_path: Annotated[str | None, no_effect(NOTHING_ON_NVME, agrees=("none", ""))] = None
     buffer_count: Annotated[Whole, Field(ge=1), no_effect("parameters stay on the device")] = 5
     buffer_size: Annotated[Whole, Field(ge=1), no_effect("parameters stay on the device")] = 100_000_000
     max_in_cpu: Annotated[Whole, Field(ge=0), no_effect("parameters stay on the device")] = 1_000_000_000
