@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import os
 from pathlib import Path
 
@@ -59,6 +62,17 @@ def test_crash_before_anything_was_written_brings_it_back_too(tmp_path: Path) ->
     assert (tmp_path / "run" / "note").read_text() == "old"
 
 
+def test_a_crash_before_the_first_step_brings_it_back_too(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "old")
+    step(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
+    run.make_room()
+    make_run(tmp_path / "run", "new")
+    run.settle(user_error=False)
+    assert (tmp_path / "run" / "note").read_text() == "old" and has_trained(tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 @pytest.mark.parametrize("user_error", [True, False])
 def test_what_was_trained_is_kept(tmp_path: Path, user_error: bool) -> None:
     make_run(tmp_path / "run", "old")
@@ -109,6 +123,87 @@ def test_a_second_run_is_refused_while_the_first_is_at_work(tmp_path: Path) -> N
     third.make_room()
     third.settle(user_error=True)
     assert (tmp_path / "run" / "note").read_text() == "first"
+
+
+def test_a_lock_whose_file_is_removed_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = (RunFolder(tmp_path / "run") for _ in range(3))
+    first.make_room()
+    real_flock = fcntl.flock
+
+    def flock(opened: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real_flock)
+        first.settle(user_error=False)  # between opening the file and locking it
+        real_flock(opened, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    second.make_room()
+    with pytest.raises(UserError, match="another run is at work there"):
+        third.make_room()
+    second.settle(user_error=False)
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(opened: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    run = RunFolder(tmp_path / "run")
+    run.make_room()
+    run.settle(user_error=True)
+    assert files(tmp_path) == []
+
+
+def killed(folder: Path, note: str | None, trains: bool = False) -> None:
+    """A run that replaces an older one and is killed: before it has a folder, or in its folder."""
+    child = os.fork()
+    if child == 0:
+        RunFolder(folder).make_room()
+        if note is not None:
+            make_run(folder, note)
+        if trains:
+            step(folder)
+        os._exit(9)
+    os.waitpid(child, 0)
+    (aside,) = folder.parent.glob(".run.replaced-*")
+    (aside / "note").unlink()  # only what a run writes
+
+
+@pytest.mark.parametrize(("note", "trains"), [(None, False), ("new", False), ("new", True)])
+def test_after_a_kill_the_older_run_is_put_back_or_removed(note: str | None, trains: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    make_run(folder, "old")
+    (folder / "metrics.jsonl").write_text('{"step": 7, "loss": 2.5}\n')
+    killed(folder, note, trains)
+    (folder / "note").unlink(missing_ok=True)
+    recipe = _recipe(folder)
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"overwrite_output_dir": False})})
+    with pytest.raises(UserError, match="run: exists; choose another"):
+        check_output_dir(recipe)
+    assert json.loads((folder / "metrics.jsonl").read_text())["step"] == (1 if trains else 7)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_after_a_kill_nothing_of_the_users_is_touched(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    make_run(folder, "old")
+    killed(folder, None)
+    folder.mkdir()
+    (folder / "mine").write_text("")
+    with pytest.raises(UserError, match="is no heavylift run folder"):
+        check_output_dir(_recipe(folder))
+    assert (folder / "mine").is_file() and len(list(tmp_path.glob(".run.replaced-*"))) == 1
+
+
+def test_what_a_run_at_work_has_moved_aside_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    make_run(folder, "old")
+    step(folder)
+    run = RunFolder(folder)
+    run.make_room()
+    check_output_dir(_recipe(folder))
+    assert not folder.exists()
+    run.settle(user_error=True)
+    assert (folder / "note").read_text() == "old"
 
 
 def _recipe(folder: Path) -> Recipe:
