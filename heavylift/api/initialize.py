@@ -95,13 +95,11 @@ def initialize(
     engine.config = {} if isinstance(given, Settings) else read_source(given).values
     if settings.stage == 3:
         mark_sharded(module.parameters())
-    loader = None
     if training_data is not None:
-        loader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-        engine.training_dataloader = loader
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     if ranks.rank == 0:
         _tell(settings, None if choice is None else choice.client)
-    return engine, step_optimizer, loader, scheduler
+    return engine, step_optimizer, engine.training_dataloader, scheduler
 
 
 def _tell(settings: Settings, client: torch.optim.Optimizer | None) -> None:

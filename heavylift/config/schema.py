@@ -116,6 +116,8 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
+    """What is trained: a causal language model of Hugging Face's form."""
+
     model_name_or_path: PathText
     """Folder of a Hugging Face causal language model (config.json + *.safetensors) or a hub id."""
     init: Literal["pretrained", "random"] = "pretrained"
@@ -134,6 +136,8 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
+    """What it is trained on."""
+
     dataset: PathText | tuple[PathText, ...] | None = None
     """JSON-lines file, or a list of them. Not used with `format: random`."""
     format: Literal["auto", "messages", "alpaca", "random"] = "auto"
@@ -183,6 +187,8 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
+    """How it is trained: steps, learning rate, memory of activations, and where the results go."""
+
     output_dir: PathText
     """Run folder: model/, metrics.jsonl, loss.png, config.yaml. Must not exist unless `overwrite_output_dir`."""
     overwrite_output_dir: bool = False
@@ -265,6 +271,8 @@ class TrainConfig(Section):
 
 
 class EngineConfig(Section):
+    """What is sharded, where the optimizer states live, and when they are stepped."""
+
     zero_stage: Literal[0, 1, 2, 3] = 3
     """What is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
     offload_optimizer: Annotated[Tier, BeforeValidator(tier_synonyms)] = Tier.DEVICE
@@ -320,6 +328,8 @@ class EngineConfig(Section):
 
 
 class EvalConfig(Section):
+    """An answer of the model, before and after."""
+
     sample_prompt: str | None = None
     """A question that the model answers before and after training (small models: one copy is loaded whole)."""
     sample_max_new_tokens: Annotated[Int, Field(ge=1, le=4096)] = 64
@@ -327,6 +337,8 @@ class EvalConfig(Section):
 
 
 class ExportConfig(Section):
+    """The model folder that is written at the end."""
+
     save: bool = True
     """Write the model folder at the end of the run; false for benchmarks."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -349,6 +361,8 @@ class ExportConfig(Section):
 
 
 class LaunchConfig(Section):
+    """The processes of this machine."""
+
     nproc: Annotated[Int, Field(ge=1)] | Literal["auto"] = "auto"
     """Processes on this machine. `auto`: one per visible GPU; without a GPU 2 (1 on a single core)."""
 

@@ -107,6 +107,13 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """`adamw_step_` of one part: program i does elements i * BLOCK to (i + 1) * BLOCK, read and written once.
+
+    All flat, [numel]: master float32 (SPLIT: int16, the low halves), exp_avg and exp_avg_sq float32 (SPLIT: the sign of
+    the latter says which way the parameter was rounded), grad and param of any float dtype (SPLIT: param bfloat16), the
+    parameter written from the new master. Factors are those of `heavylift.offload.adamw.AdamWScalars`, float32.
+    UPDATE false: only the moments move.
+    """
     # 64-bit offsets: a part may have more than 2**31 elements
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     _adamw_block(
@@ -150,7 +157,12 @@ def adamw_table_kernel(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # `heavylift.offload.fused_gpu._Table` says what the columns are, one after the other
+    """`adamw_kernel` of many parts in one launch: each program finds its row in the table and does a block of it.
+
+    table: int64 [7 * num_rows], `heavylift.offload.fused_gpu._Table.columns`, one column after the other. GRAD, PARAM:
+    dtypes of all rows. 2**SEARCH_STEPS is at least num_rows. ALIGNED: addresses and numbers of elements are multiples
+    of 16. The rest as there.
+    """
     # the row of this program: the last one that begins at or before it
     program = tl.program_id(0).to(tl.int64)
     row = tl.program_id(0) * 0
@@ -223,6 +235,12 @@ def revise_kernel(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Takes a step back (UNDO: `adamw_undo_`) or makes it one with clipped gradients (`adamw_correct_`).
+
+    Tensors and factors as in `adamw_kernel`, after the step; grad, and grad_scale with it, are those of that step.
+    clipped_scale: the gradient's factor with clipping, unused by UNDO; inverse_beta1: 1 / beta1, 0 for beta1 0.
+    FIRST_STEP: the moments were zero before. Formulas: `heavylift.offload.correction`.
+    """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
     unscaled = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
@@ -267,6 +285,7 @@ def revise_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def sum_squares_kernel(x_ptr, partial_ptr, numel, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Each program sums BLOCK * BLOCKS squares. x: [numel], any float dtype; partial: float64 [programs]."""
     start = tl.program_id(0).to(tl.int64) * BLOCK * BLOCKS
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     for block in range(BLOCKS):
