@@ -216,3 +216,22 @@ def test_no_rank_ever_holds_a_whole_file(tmp_path: Path) -> None:
         assert export.kept < largest_bytes / 2
         assert file_bytes * 0.24 < load.kept < file_bytes * 0.27, "each rank keeps its quarter"
         assert load.peak < file_bytes
+
+
+# ---- the run folder -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_folder_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+    from heavylift.config.schema import Recipe
+    from heavylift.train.loop import write_config
+
+    recipe = Recipe.model_validate(
+        {"model": {"model_name_or_path": "m"}, "data": {"dataset": "d"}, "train": {"output_dir": "o"}}
+    )
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").symlink_to("/dev/full")
+    with pytest.raises(UserError, match="config.yaml: cannot be written: No space left on device; free the disk or"):
+        write_config(recipe, tmp_path / "run")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file/run: cannot be written: Not a directory"):
+        write_config(recipe, tmp_path / "file" / "run")

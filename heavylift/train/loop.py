@@ -14,8 +14,9 @@ from rich import print as rich_print
 
 from heavylift.checkpoint.huggingface import save_model
 from heavylift.config.recipe import dump_recipe
-from heavylift.config.schema import StateFormat, Tier
+from heavylift.config.schema import Recipe, StateFormat, Tier
 from heavylift.data.report import report_lines
+from heavylift.errors import UserError
 from heavylift.memory.plan import MemoryPlan
 from heavylift.monitor.master import MonitorMaster
 from heavylift.offload.options import TieredOptions
@@ -58,8 +59,7 @@ def train(run: Run) -> History:
     folder = run.recipe.output_dir
     history = History()
     if run.ranks.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(dump_recipe(run.recipe), encoding="utf-8")
+        write_config(run.recipe, folder)
         for line in report_lines(run.data.samples.report):
             rich_print(line)
         print(banner(_summary(run)), flush=True)
@@ -73,6 +73,18 @@ def train(run: Run) -> History:
         _steps(run, None)
     finish(run, folder)
     return history
+
+
+def write_config(recipe: Recipe, folder: Path) -> None:
+    """Makes the run folder, with its config.yaml. Raises UserError for a disk that refuses."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or folder / 'config.yaml'}: cannot be written: {error.strerror}; free the disk or choose "
+            "another train.output_dir"
+        ) from None
 
 
 def _has_host_tier(run: Run) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from heavylift.errors import UserError
+from heavylift.files import replacing
 from heavylift.train.metrics import RunMetrics, read_metrics
 
 if TYPE_CHECKING:
@@ -33,11 +33,9 @@ def plot_loss(metrics_path: Path | str, png_path: Path | str) -> None:
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     _draw(figure.add_subplot(), metrics)
-    part_path = Path(f"{png_path}.part")
     try:
-        with open(part_path, "wb") as file:
+        with replacing(Path(png_path)) as part, open(part, "wb") as file:
             canvas.print_png(file)
-        os.replace(part_path, png_path)
     except OSError as error:
         raise UserError(f"{png_path}: expected to be able to write, got {error.strerror}; change the path") from None
 
