@@ -60,6 +60,17 @@ class ShardedModel:
         reset()
         return True
 
+    def discard_unreduced(self) -> None:
+        """Forgets the gradients that stages 0 and 1 keep whole on their rank until the last micro-batch."""
+        for group in self.groups:
+            assert isinstance(group.module, FSDPModule)
+            gathered = group.module._get_fsdp_state()._fsdp_param_group
+            for param in () if gathered is None else gathered.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                unsharded = vars(param).get("_unsharded_param")  # made by the first forward
+                if unsharded is not None:
+                    unsharded.grad = None
+
     def set_last_micro_batch(self, is_last: bool) -> None:
         """Stages 0 and 1 reduce gradients and reshard parameters in the last micro-batch of a step only."""
         if self.stage > 1:

@@ -119,11 +119,11 @@ class EngineCheckpoint(EngineState):
                 logger.warning("load_checkpoint: nothing was saved in %s yet; training starts anew", load_dir)
             return None, {}
         path, training, extras, shapes = opened.path, opened.training, opened.extras, opened.shapes
+        self.zero_grad()
         self.settle()
         self._load_model(path, shapes, load_module_strict)
         if self.optimizer is not None:
             restore_masters(path, shapes, self.optimizer, self._trained())
-            self.optimizer.zero_grad()
             if load_optimizer_states and not load_module_only:
                 self._load_optimizer(path, shapes, training, extras)
         if load_module_only:

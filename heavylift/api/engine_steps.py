@@ -57,6 +57,8 @@ class EngineSteps(EngineState):
             settings.precision is not Precision.FP32 and presence_varies(sharded)
         )
         self.tell_scale()
+        if optimizer is not None:
+            optimizer.on_zero_grad = self._forget_micro_batches
         self.reports = EngineReports(settings, sharded.module, ranks.device, ranks.rank)
         self.monitor = self.reports.monitor
 
@@ -208,8 +210,8 @@ class EngineSteps(EngineState):
         with self.reports.step():
             self._sharded.reshard()
             optimizer.step()
+            self._num_backwards = 0
             optimizer.zero_grad()
-        self._num_backwards = 0
         self._step_applied = not optimizer.skipped
         self.global_steps += 1
         self.global_samples += self._batch.train_batch
@@ -240,9 +242,17 @@ class EngineSteps(EngineState):
         return self._step_applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets this step's gradients. step() does so too."""
+        """Forgets the gradients of all micro-batches since the last step, as the optimizer's `zero_grad` does; there is
+        nothing to forget, or to wait for, after step(). Micro-batches are counted on."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
+
+    def _forget_micro_batches(self) -> None:
+        """The optimizer forgets its gradients: so do those who have some that are not reduced yet."""
+        if self._num_backwards > 0:
+            self._num_backwards = 0
+            self._presence.forget()
+            self._sharded.discard_unreduced()
 
 
 _SECOND_GRADIENT = (

@@ -117,6 +117,11 @@ class GradientPresence:
 
         return hook
 
+    def forget(self) -> None:
+        """The gradients that have not been reduced yet are forgotten."""
+        for slots in self._guarded:
+            slots.seen = [False] * len(slots.seen)
+
     def close(self) -> None:
         """Takes the hooks off."""
         for handle in self._handles:

@@ -34,6 +34,8 @@ class TorchStep(TellsLossScale, torch.optim.Optimizer):
         """Global norm of the last step's gradients, before clipping, without the loss scale."""
         self.skipped = False
         """Whether the last step was skipped because that norm was not finite."""
+        self.on_zero_grad: Callable[[], None] | None = None
+        """As in `TieredAdamW`."""
         self._max_grad_norm = max_grad_norm
         self._scale = 1.0
         self._accumulated: dict[nn.Parameter, torch.Tensor] = {}
@@ -167,7 +169,9 @@ class TorchStep(TellsLossScale, torch.optim.Optimizer):
             param.grad = master.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets this step's gradients."""
+        """Forgets the gradients since the last step."""
+        if self.on_zero_grad is not None:
+            self.on_zero_grad()
         self._drop_grads()
 
     def synchronize(self) -> None:

@@ -79,6 +79,8 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         self.skipped = False
         """Whether the last step was skipped because that norm was not finite."""
         self.num_skipped_steps = 0
+        self.on_zero_grad: Callable[[], None] | None = None
+        """Called first in `zero_grad`: for who has gradients that have not come here yet."""
         self._grad_scale = 1.0
         trainable = [p for pg in self.param_groups for p in pg["params"] if p.requires_grad]
         self.groups: tuple[Group, ...] = tuple(plain_groups(trainable) if groups is None else groups)
@@ -170,10 +172,30 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         else:
             self._step_overlapped(self._overlap)
         self.num_skipped_steps += self.skipped
+        self._wait_for_plain_groups()
+        return loss
+
+    def _wait_for_plain_groups(self) -> None:
+        """Nothing in the next forward would."""
         for group in self.groups:
             if group.module is None:
-                group.gate.wait()  # nothing in the next forward would
-        return loss
+                group.gate.wait()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients since the last step, wherever they wait by now; costs nothing right after a step.
+
+        A step that backward has taken from them already is taken back by the worker, exact but for rounding
+        (`heavylift.offload.correction`). Raises RuntimeError when an addition on the worker failed.
+        """
+        if self.on_zero_grad is not None:
+            self.on_zero_grad()
+        if self._accumulation is not None and self._accumulation.with_grad:
+            self._accumulation.settle()
+            self.synchronize()  # a group that got none may still be stepped from its accumulator
+            self._accumulation.reset()
+        if self._overlap is not None and not self._closed and self._overlap.discard():
+            self._wait_for_plain_groups()
+        super().zero_grad(set_to_none)
 
     def _step_now(self) -> None:
         """The synchronous step: the specification."""

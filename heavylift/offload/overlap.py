@@ -278,6 +278,20 @@ class OverlappedSteps:
             self._check_unchanged()
         else:
             self._stepper.streams.step_after_current()  # parameters that come down may have been written meanwhile
+        self._finish(coefficient, skip)
+
+    def discard(self) -> bool:
+        """Forgets the gradients of the step at hand, of which step() will know nothing; false where there are none. A
+        step that backward has taken from them is taken back, as one whose norm is not finite is."""
+        if not self._in_step:
+            return False
+        for group in self._groups:
+            for segment in self._state[group].arrived:
+                segment.param.grad = None  # still there where the group has not got all of its gradients
+        self._finish(1.0, skip=True)
+        return True
+
+    def _finish(self, coefficient: float, skip: bool) -> None:
         for place, group in enumerate(self._groups):
             state, part = self._state[group], self._host_part[group]
             if skip:
