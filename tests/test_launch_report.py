@@ -53,6 +53,24 @@ def test_a_sigterm_that_was_first_is_not_the_launchers(capfd: pytest.CaptureFixt
     assert report(ended, 2, (none, none), None) == 1
 
 
+def test_of_those_that_one_look_found_dead_a_sigterm_was_not_first(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A busy machine: the launcher has ended rank 0 before anybody saw that rank 1 was killed."""
+    processes = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    for local_rank, (process, number) in enumerate(zip(processes, (signal.SIGTERM, signal.SIGKILL), strict=True)):
+        process.send_signal(number)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        (tmp_path / f"pid.{local_rank}").write_text(str(process.pid))
+    watch = deaths.DeathWatch(tmp_path, 2)
+    watch._watch()  # until both are noted
+    codes = [process.wait() for process in processes]
+    assert watch.seconds[0] == watch.seconds[1]
+    seen = [RankFailure(rank, rank, code, watch.seconds[rank], True) for rank, code in enumerate(codes)]
+    assert report(seen, 2, (none, none), None) == 137
+    assert capfd.readouterr().err.startswith("error: rank 1 of 2 was killed (SIGKILL)")
+
+
 def test_deaths_are_noted_in_their_order_whoever_waits_for_them(tmp_path: Path) -> None:
     processes = [subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) for _ in range(3)]
     with deaths.DeathWatch(tmp_path, 3) as watch:

@@ -39,17 +39,21 @@ class DeathWatch:
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
             while not self._closed and len(self.seconds) < self._num_ranks:
-                self._look_for_ranks(selector)
-                for key, _ in selector.select(_LOOK_S):
-                    self.seconds[key.data] = time.time()
+                gone = self._look_for_ranks(selector)
+                ended = [key for key, _ in selector.select(0 if gone else _LOOK_S)]
+                # one look, one time: it does not tell which of them was first
+                self.seconds.update(dict.fromkeys([*gone, *(key.data for key in ended)], time.time()))
+                for key in ended:
                     selector.unregister(key.fd)
                     os.close(key.fd)
             for key in list(selector.get_map().values()):
                 os.close(key.fd)
 
-    def _look_for_ranks(self, selector: selectors.BaseSelector) -> None:
+    def _look_for_ranks(self, selector: selectors.BaseSelector) -> list[int]:
+        """Returns those that are gone already."""
+        gone: list[int] = []
         if len(self._known) == self._num_ranks:
-            return
+            return gone
         for file in self._folder.glob("pid.*"):
             local_rank = int(file.suffix[1:])
             if local_rank in self._known:
@@ -61,9 +65,10 @@ class DeathWatch:
                     os.pidfd_open(int(file.read_text(encoding="utf-8"))), selectors.EVENT_READ, local_rank
                 )
             except ProcessLookupError:
-                self.seconds[local_rank] = time.time()
+                gone.append(local_rank)
             except OSError:  # a kernel before 5.3, or a container that forbids it
                 pass
+        return gone
 
 
 def leave_pid(folder: Path, local_rank: int) -> None:

@@ -51,8 +51,8 @@ def first_cause(exits: Sequence[tuple[int, int, float]]) -> tuple[int, int]:
 
 
 def failures_in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
-    """By the time of the failure, ties by rank."""
-    return sorted(failures, key=lambda failure: (failure.seconds, failure.rank))
+    """By the time of the failure. Ties by rank, but a SIGTERM last: most often it is the launcher's own."""
+    return sorted(failures, key=lambda one: (one.seconds, one.exit_code == -signal.SIGTERM, one.rank))
 
 
 def with_told(failures: Sequence[RankFailure], told: Mapping[int, Told]) -> list[RankFailure]:
