@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +16,13 @@ from ranks.models import VOCAB, save_odd_llama
 from ranks.plain import Rows, loss_sum, make_steps, micro_batches
 from ranks.pool import run_on_ranks
 from ranks.sharded import BETAS, Setup, build, take_step, train_job, whole_states
+from torch import nn
+
+from heavylift.config.schema import Schedule, Tier
+from heavylift.engine import build_optimizer
+from heavylift.offload.gradients import GradientAccumulation
+from heavylift.offload.options import TieredOptions
+from heavylift.sharding import make_mesh, shard_model
 
 ROWS = make_steps(1, VOCAB)[0]
 Tensors = dict[str, torch.Tensor]
@@ -120,3 +130,47 @@ def two_steps_job(folder: Path, setup: Setup, rows: Rows) -> Tensors:
     states = whole_states(engine)
     names = [name for name, _ in engine.module.named_parameters()]
     return {name: states[f"{i}.exp_avg"].double() for i, name in enumerate(names)}
+
+
+class Ending(nn.Module):
+    """Two layers, of which the last is used when the caller says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, all_of_it: bool) -> torch.Tensor:
+        x = self.first(x).tanh()
+        return self.last(x) if all_of_it else x
+
+
+def buffers_job(stage: int, tier: str, schedule: str) -> list[int]:
+    """How many of FSDP2's float32 buffers live on after each backward."""
+    buffers: list[weakref.ref[torch.Tensor]] = []
+    on_reduced = GradientAccumulation._on_reduced
+
+    def watched(self: GradientAccumulation, group: Any, flat: torch.Tensor) -> None:
+        buffers.append(weakref.ref(flat))
+        on_reduced(self, group, flat)
+
+    model = Ending().bfloat16()
+    sharded = shard_model(model, stage, make_mesh(stage, "cpu"))
+    options = TieredOptions(Tier(tier), ratio=0.7, schedule=Schedule(schedule), accumulate=True)
+    with patch.object(GradientAccumulation, "_on_reduced", watched):
+        params = [{"params": list(model.parameters())}]
+        optimizer = build_optimizer(sharded, params, options, lr=1e-2, betas=BETAS, eps=1e-8)
+    alive = []
+    for all_of_it in (True, False):
+        model(torch.randn(4, 5).bfloat16(), all_of_it).float().square().mean().backward()
+        optimizer._accumulation.settle()
+        alive.append(sum(ref() is not None for ref in buffers))
+    assert len(buffers) == 2
+    optimizer.close()
+    return alive
+
+
+@pytest.mark.parametrize(
+    ("stage", "tier", "schedule"), [(3, "host", "deferred"), (2, "host", "synchronous"), (2, "device", "synchronous")]
+)
+def test_no_float32_buffer_outlives_its_backward(stage: int, tier: str, schedule: str) -> None:
+    assert run_on_ranks(2, buffers_job, stage, tier, schedule) == [[0, 0]] * 2

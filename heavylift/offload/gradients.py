@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from heavylift.config.schema import Tier
 from heavylift.offload.additions import HostAdditions
-from heavylift.offload.groups import Group, Segment, local_tensor
+from heavylift.offload.groups import Group, Segment, local_tensor, padded_numel
 from heavylift.offload.hooks import listen_to_gradients
 from heavylift.offload.states import Part
 from heavylift.offload.stepping import PartStepper
@@ -38,6 +38,9 @@ class GradientAccumulation:
     ) -> None:
         self._stepper = stepper
         self._reduced: tuple[Group, torch.Tensor] | None = None
+        """FSDP2's float32 buffer, until all of its gradients are taken: it would lie beside the next activations."""
+        self._num_left = 0
+        """Elements of the buffer that have not been taken."""
         self._parts = dict(zip(groups, parts, strict=True))
         self._groups = tuple(groups)
         self._closed = False
@@ -69,7 +72,7 @@ class GradientAccumulation:
             # the buffer belongs to the reduce-scatter stream, which may re-use it once FSDP2 lets it go
             flat.record_stream(torch.cuda.current_stream())
         # FSDP2 calls the hooks of this group's parameters next: one buffer at a time is enough
-        self._reduced = (group, flat)
+        self._reduced, self._num_left = (group, flat), flat.numel()
 
     @torch.no_grad()
     def on_grad(self, group_index: int, segment_index: int) -> None:
@@ -83,6 +86,9 @@ class GradientAccumulation:
             flat = self._reduced[1]
             # the rounded gradients are views of one buffer in the layout of the float32 one
             source = flat[grad.storage_offset() : grad.storage_offset() + grad.numel()]
+            self._num_left -= padded_numel(param)
+            if self._num_left == 0:
+                self._reduced = None
         else:
             source = grad.reshape(-1)
         for part in self._parts[group]:
