@@ -38,6 +38,7 @@ from heavylift.memory.fit import (
     remedies,
 )
 from heavylift.memory.machine import MachineMemory
+from heavylift.memory.plan import check_plan
 from heavylift.memory.planner import ModelPlanner
 from heavylift.models.load import build_on_meta, init_random_weights, load_hf_config, materialise
 from heavylift.offload.options import TieredOptions
@@ -201,6 +202,17 @@ def test_what_is_said_to_fit_fits(asked: Setting, have: MachineMemory, keys: set
     for words in found:
         changed = apply(words, asked)
         assert fits(planner.plan(changed.options, changed.work), have, 2), words
+
+
+def test_what_would_just_be_let_through_is_said_too() -> None:
+    planner = llama_8b(2)
+    asked = setting(gradients_on=Tier.DEVICE)
+    split = setting(gradients_on=Tier.DEVICE, state_format=StateFormat.SPLIT)
+    least = MachineMemory(planner.plan(split.options, split.work).host_needed_bytes(2, has_device=False), None)
+    assert remedies(planner, asked, least, 2) == ["engine.state_format=split"]
+    check_plan(planner.plan(split.options, split.work), least, 2, split.options)
+    # work made smaller does not help there: activations are not counted without a device
+    assert remedies(planner, asked, replace(least, host_available_bytes=least.host_available_bytes - 1), 2) == []
 
 
 def test_nothing_is_said_to_fit_where_nothing_does() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -70,19 +71,22 @@ def device_room(plan: MemoryPlan, machine: MachineMemory) -> int:
     return machine.device_available_bytes - reserve - plan.device_bytes
 
 
-def host_room(plan: MemoryPlan, machine: MachineMemory, local_world_size: int) -> int:
-    """Host bytes that all processes of the machine would leave free beyond the reserve."""
+def host_room(plan: MemoryPlan, machine: MachineMemory, local_world_size: int, *, spares: bool = True) -> int:
+    """Host bytes that all processes of the machine would leave free, with `spares` beyond the reserve, else beyond what
+    `check_plan` asks for."""
     has_device = machine.device_available_bytes is not None
-    reserve = host_floor_bytes(machine, local_world_size) if has_device else HOST_RESERVE_BYTES * local_world_size
-    reserve += int(HOST_SLACK * machine.host_available_bytes)
+    reserve = host_floor_bytes(machine, local_world_size)
+    if spares:
+        reserve += int(HOST_SLACK * machine.host_available_bytes)
+        reserve += 0 if has_device else HOST_RESERVE_BYTES * local_world_size
     needed = plan.host_needed_bytes(local_world_size, has_device)
     return machine.host_available_bytes - reserve - needed
 
 
-def fits(plan: MemoryPlan, machine: MachineMemory, local_world_size: int) -> bool:
-    """Whether device and host take the plan, with room to spare."""
+def fits(plan: MemoryPlan, machine: MachineMemory, local_world_size: int, *, spares: bool = True) -> bool:
+    """Whether device and host take the plan, with `spares` with room to spare on the host too."""
     on_device = machine.device_available_bytes is None or device_room(plan, machine) >= 0
-    return on_device and host_room(plan, machine, local_world_size) >= 0
+    return on_device and host_room(plan, machine, local_world_size, spares=spares) >= 0
 
 
 def lowest_ratio(planner: Planner, setting: Setting, machine: MachineMemory) -> float:
@@ -100,13 +104,15 @@ def lowest_ratio(planner: Planner, setting: Setting, machine: MachineMemory) -> 
     return (total - _most(total, takes)) / total
 
 
-def highest_ratio(planner: Planner, setting: Setting, machine: MachineMemory, local_world_size: int) -> float:
+def highest_ratio(
+    planner: Planner, setting: Setting, machine: MachineMemory, local_world_size: int, *, spares: bool = True
+) -> float:
     """The largest share of the host that its memory takes, to the element; 0 where it takes none."""
     total = planner.shard_numel
 
     def takes(on_host: int) -> bool:
         options = replace(setting.options, tier=Tier.HOST, ratio=on_host / total)
-        return host_room(planner.plan(options, setting.work), machine, local_world_size) >= 0
+        return host_room(planner.plan(options, setting.work), machine, local_world_size, spares=spares) >= 0
 
     return _most(total, takes) / total if total else 1.0
 
@@ -151,34 +157,41 @@ def choose_ratio(planner: Planner, setting: Setting, machine: MachineMemory, loc
 def remedies(planner: Planner, setting: Setting, machine: MachineMemory, local_world_size: int) -> list[str]:
     """Changes of the recipe, as `key=value` words, with each of which the run would fit; the smallest ones.
 
-    First single changes; where no single one is enough, one combination.
+    First single changes; where no single one is enough, one combination; where none leaves room to spare on the
+    host, what would just be let through.
     """
-    single, combined = _single_changes(setting, planner.dtype), _combinations(setting, planner.dtype)
-    found = [text for text in (_fitting(planner, *c, machine, local_world_size) for c in single) if text]
-    if found:
-        return _without_repeats(found)
-    for candidate in combined:
-        text = _fitting(planner, *candidate, machine, local_world_size)
-        if text:
-            return [text]
+    for spares in (True, False):
+        look = partial(_fitting, planner, machine=machine, local_world_size=local_world_size, spares=spares)
+        found = [text for text in (look(*c) for c in _single_changes(setting, planner.dtype)) if text]
+        if found:
+            return _without_repeats(found)
+        combined = (look(*c) for c in _combinations(setting, planner.dtype))
+        first = next((text for text in combined if text), None)
+        if first is not None:
+            return [first]
     return []
 
 
 def _fitting(
-    planner: Planner, words: Sequence[str], setting: Setting, machine: MachineMemory, local_world_size: int
+    planner: Planner,
+    words: Sequence[str],
+    setting: Setting,
+    machine: MachineMemory,
+    local_world_size: int,
+    spares: bool,
 ) -> str | None:
     """The words of a change with which the run fits, a ratio added where it needs another one; else None."""
-    if words and fits(planner.plan(setting.options, setting.work), machine, local_world_size):
+    if words and fits(planner.plan(setting.options, setting.work), machine, local_world_size, spares=spares):
         return " ".join(words)
     if machine.device_available_bytes is None:
         return None  # the ratio moves states within the same memory
     lowest = lowest_ratio(planner, setting, machine)
-    highest = highest_ratio(planner, setting, machine, local_world_size)
+    highest = highest_ratio(planner, setting, machine, local_world_size, spares=spares)
     ratio = _round_between(lowest, highest)
     if ratio is None:
         return None
     options = replace(setting.options, tier=Tier.HOST, ratio=ratio)
-    if not fits(planner.plan(options, setting.work), machine, local_world_size):
+    if not fits(planner.plan(options, setting.work), machine, local_world_size, spares=spares):
         return None
     tier = [] if setting.options.tier is Tier.HOST else ["engine.offload_optimizer=host"]
     return " ".join([*words, *tier, f"engine.ratio={ratio:g}"])
