@@ -121,6 +121,29 @@ def job(folder: Path) -> dict[str, str]:
     return found
 
 
+def scattered_job(folder: Path) -> str:
+    """What saving to a folder per rank says, over a checkpoint that is whole."""
+    engine = make_engine()
+    engine.save_checkpoint(folder, tag="last")
+    dist.barrier()
+    on_rank(0, lambda: shutil.copytree(folder, own(folder) / "saved", ignore=shutil.ignore_patterns("rank*")))
+    dist.barrier()
+    with pytest.raises(UserError) as caught:
+        engine.save_checkpoint(own(folder) / "saved", tag="last")
+    on_rank(1, lambda: shutil.rmtree(own(folder)))
+    dist.barrier()
+    assert engine.load_checkpoint(folder / "rank0" / "saved")[0] == str(folder / "rank0" / "saved" / "last")
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_a_checkpoint_is_not_scattered_over_the_ranks_disks(tmp_path: Path) -> None:
+    lack = tmp_path / "rank0" / "saved" / ".last.saving" / "__1_0.distcp"
+    for message in run_on_ranks(2, scattered_job, tmp_path, timeout_s=60):
+        assert message == f"save_checkpoint: {lack} is missing for rank 0; save to a folder that all ranks share"
+    assert sorted(path.name for path in (tmp_path / "rank0" / "saved").iterdir()) == ["last", "latest"]
+
+
 def failing_job() -> list[str]:
     """What each rank raises where only rank 1 fails, in one way after the other."""
     found = []

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from heavylift.api import checkpoint_folders, checkpoint_writer
-from heavylift.api.checkpoint_damage import find_damaged, short_reason
+from heavylift.api.checkpoint_damage import find_cut, find_damaged, short_reason
 from heavylift.api.checkpoint_folders import EXTRAS, TRAINING
 from heavylift.config.words import shown
 from heavylift.errors import UserError
@@ -143,28 +143,30 @@ def same_on_all_ranks(call: str, what: str, value: str) -> None:
 
 
 def write(folder: Path, tag: str, tensors: Mapping[str, Saved], training: dict[str, Any], extras: bytes) -> Path:
-    """Writes the checkpoint DIR/TAG; returns that path. A collective. Raises UserError for a full or read-only disk."""
+    """Writes the checkpoint DIR/TAG; returns that path. A collective.
+
+    Raises UserError for a full or read-only disk, and for a folder that is not the same one for all ranks.
+    """
+
+    saving = checkpoint_folders.saving_place(folder, tag)
 
     def finish() -> None:
+        if (lack := find_cut(saving)) is not None:  # before an older one goes
+            raise UserError(f"save_checkpoint: {lack} for rank 0; save to a folder that all ranks share")
         text = json.dumps({"format": FORMAT, **training}, indent=1)
         checkpoint_folders.finish(folder, tag, text, extras)
 
     on_first_rank(lambda: checkpoint_folders.begin(folder, tag))
     try:
-        checkpoint_writer.save(checkpoint_folders.saving_place(folder, tag), tensors)
+        checkpoint_writer.save(saving, tensors)
         on_first_rank(finish)
     except dcp.api.CheckpointException as error:
-        _abandon(folder, tag)
+        checkpoint_folders.abandon(folder, tag)
         raise UserError(f"checkpoint: {folder / tag} cannot be written: {_cause(error)}; free space") from None
     except UserError:
-        _abandon(folder, tag)
+        checkpoint_folders.abandon(folder, tag)
         raise
     return folder / tag
-
-
-def _abandon(folder: Path, tag: str) -> None:
-    if dist.get_rank() == 0:
-        checkpoint_folders.abandon(folder, tag)
 
 
 def write_latest(folder: Path, tag: str) -> None:

@@ -24,20 +24,30 @@ def short_reason(error: BaseException) -> str:
     return sentence if len(sentence) <= _MOST_CHARS else sentence[:_MOST_CHARS].rpartition(" ")[0] + " ..."
 
 
-def find_damaged(path: Path) -> str | None:
-    """What is wrong with the first bad file of tensors in the checkpoint `path`; None where each can be read.
-
-    Files that are missing or too short are found by their sizes alone; only then all are read.
-    """
-    places = [p for p in dcp.FileSystemReader(path).read_metadata().storage_data.values()]
-    entries = [place for place in places if isinstance(place, _StorageInfo)]
-    for entry in entries:
+def find_cut(path: Path) -> str | None:
+    """What is wrong with the first file of tensors in the checkpoint `path` that is missing or too short; else None."""
+    for entry in _entries(path):
         file = path / entry.relative_path
         if not file.is_file():
             return f"{file} is missing"
         if file.stat().st_size < entry.offset + entry.length:
             return f"{file} is damaged: it is cut off at {file.stat().st_size} bytes"
-    for entry in entries:
+    return None
+
+
+def _entries(path: Path) -> list[_StorageInfo]:
+    places = dcp.FileSystemReader(path).read_metadata().storage_data.values()
+    return [place for place in places if isinstance(place, _StorageInfo)]
+
+
+def find_damaged(path: Path) -> str | None:
+    """What is wrong with the first bad file of tensors in the checkpoint `path`; None where each can be read.
+
+    Files that are missing or too short are found by their sizes alone; only then all are read.
+    """
+    if (cut := find_cut(path)) is not None:
+        return cut
+    for entry in _entries(path):
         file = path / entry.relative_path
         try:
             with file.open("rb") as stream:
