@@ -111,7 +111,7 @@ class TestWaits:
         assert (waits.cpu_s, waits.slot_s, waits.issue_s, waits.gradient_s) == (6, 1, 1, 10)
         assert (waits.gate_s, waits.drain_s) == (3, 2.5)
         assert waits.exposed_s == 2.5 and waits.hidden == pytest.approx(1 - 2.5 / 8)
-        assert waits_text(waits) == "offload: cpu 6.00s hidden 69% gate 5.50s"
+        assert waits_text(waits) == "offload: cpu 6.00s d2h 10.00s h2d 2.00s hidden 69% gate 5.50s"
 
     def test_work_that_ends_in_the_next_step_was_waited_for_in_this_one(self) -> None:
         watch = WaitWatch((WORKER,))
@@ -128,7 +128,7 @@ class TestWaits:
         ]
         waits = WaitWatch((WORKER, BUS)).step(1, Schedule.DEFERRED, ranges, 0)
         assert (waits.cpu_s, waits.stream_s, waits.exposed_s) == (4, 4, 3)
-        assert waits_text(waits) == "offload: cpu 4.00s bus 4.00s hidden 62% gate 2.00s"
+        assert waits_text(waits) == "offload: cpu 4.00s bus 4.00s d2h 0.00s h2d 0.00s hidden 62% gate 2.00s"
 
     def test_work_in_the_training_thread_is_never_hidden(self) -> None:
         accumulated = [made(Activity.ACCUMULATE, 0, 1, MAIN), made(Activity.ADAMW, 2, 5)]

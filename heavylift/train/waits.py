@@ -67,10 +67,12 @@ class StepWaits:
 
 
 def waits_text(waits: StepWaits) -> str:
-    """The short form at the end of the step line."""
+    """The short form at the end of the step line: work and what the CPU waited for (`d2h`, `h2d`: copies down and up),
+    how much of it was hidden, and what the training thread waited for."""
     hidden = "-" if waits.hidden is None else f"{waits.hidden:.0%}"
     bus = f" bus {waits.stream_s:.2f}s" if waits.stream_s > 0 else ""
-    return f"offload: cpu {waits.cpu_s:.2f}s{bus} hidden {hidden} gate {waits.gate_s + waits.drain_s:.2f}s"
+    copies = f" d2h {waits.gradient_s + waits.fetch_s:.2f}s h2d {waits.slot_s + waits.issue_s:.2f}s"
+    return f"offload: cpu {waits.cpu_s:.2f}s{bus}{copies} hidden {hidden} gate {waits.gate_s + waits.drain_s:.2f}s"
 
 
 class WaitWatch:
