@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from ranks.sharded import Setup, build, take_step, whole_states, whole_weights
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from heavylift.config.schema import Tier
-from heavylift.offload.groups import local_tensor
+from heavylift.config.schema import Schedule, Tier
+from heavylift.offload.groups import local_tensor, make_group
 from heavylift.offload.optimizer import TieredAdamW
 from heavylift.offload.options import TieredOptions
 
@@ -290,6 +291,73 @@ def test_late_parameter_groups_are_refused() -> None:
     optimizer = TieredAdamW(model.always.parameters())
     with pytest.raises(RuntimeError, match="all parameter groups at construction"):
         optimizer.add_param_group({"params": list(model.sometimes.parameters())})
+
+
+# ---- what cannot be stepped with ----------------------------------------------------------------------------------
+
+
+def plain(*dtypes: torch.dtype) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(8, dtype=dtype)) for dtype in dtypes]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"lr": -1.0}, "parameter group 0: lr should be at least 0, got -1.0"),
+        ({"lr": math.nan}, "parameter group 0: lr should be at least 0, got nan"),
+        ({"eps": -1e-8}, "parameter group 0: eps should be at least 0, got -1e-08"),
+        ({"weight_decay": -0.1}, "parameter group 0: weight_decay should be at least 0, got -0.1"),
+        ({"betas": (0.9, 1.0)}, r"parameter group 0: betas should be at least 0 and below 1, got \(0.9, 1.0\)"),
+    ],
+)
+def test_hyperparameters_are_checked_at_construction_and_before_each_step(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TieredAdamW(plain(torch.float32), **asked)
+    for schedule in (Schedule.SYNCHRONOUS, Schedule.DEFERRED, Schedule.SPECULATIVE):
+        (param,) = params = plain(torch.float32)
+        optimizer = TieredAdamW(params, options=TieredOptions(Tier.HOST, schedule=schedule))
+        good = {**optimizer.param_groups[0]}
+        optimizer.param_groups[0].update(asked)
+        with pytest.raises(ValueError, match=said):
+            param.square().sum().backward()
+            optimizer.step()
+        assert torch.equal(param.detach(), torch.ones(8))
+        optimizer.param_groups[0].update(good)
+        optimizer.zero_grad()
+        param.square().sum().backward()
+        optimizer.step()
+        assert not torch.equal(param.detach(), torch.ones(8))
+        optimizer.close()
+
+
+def test_parameters_that_one_optimizer_cannot_serve_are_named() -> None:
+    wide, narrow = mixed = plain(torch.float32, torch.bfloat16)
+    group = make_group("layer", [("weight", wide)])
+    assert group is not None
+    host = TieredOptions(Tier.HOST)
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (
+            lambda: TieredAdamW(mixed, options=host),
+            "of bfloat16 and float32 cannot share the host tier; make",
+        ),
+        (
+            lambda: TieredAdamW(mixed, groups=[group]),
+            "1 of 2 trained parameters are in none of them, one of shape",
+        ),
+        (
+            lambda: TieredAdamW([narrow], groups=[group]),
+            "1 of 1 parameters are in no parameter group, weight of",
+        ),
+        (
+            lambda: make_group("layer", [("a", wide), ("b", narrow)]),
+            "group layer: its trainable parameters should",
+        ),
+    ]
+    for make, said in cases:
+        with pytest.raises(ValueError, match=said) as caught:
+            make()
+        assert "\n" not in str(caught.value)
+    TieredAdamW(mixed).close()
 
 
 # ---- without bias correction --------------------------------------------------------------------------------------

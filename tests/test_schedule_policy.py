@@ -94,17 +94,24 @@ def test_auto_switches_in_a_run(odd_llama: Path) -> None:
     assert strict["announced"] == [False] * 8
 
 
-def beta_zero_job(folder: Path, schedule: str, beta: int, when: str) -> dict[str, Any]:
-    """A beta of 0 from the start, or edited in after two steps; then a step that must not be, and one that is good."""
+NOTHING_LEFT = {
+    "beta1": {"betas": (0.0, 0.999)},
+    "beta2": {"betas": (0.9, 0.0)},
+    "weights": {"lr": 1e-2, "weight_decay": 100.0},
+    "nearly none of the weights": {"lr": 1e-2, "weight_decay": 99.999},
+}
+"""Hyperparameters with which a step leaves no trace of a moment, or of the weights."""
+
+
+def nothing_left_job(folder: Path, schedule: str, edited: dict[str, Any], when: str) -> dict[str, Any]:
+    """Such ones from the start, or edited in after two steps; then a step that must not be, and one that is good."""
     outcomes = {}
     for name in ("synchronous", schedule):
         engine = build(folder, Setup(schedule=name, clip=0.0 if schedule == "immediate" else 1e6))
         optimizer = engine.optimizer
         for step in range(2):
             if when == "start" or step == 1:
-                betas = [0.9, 0.999]
-                betas[beta] = 0.0
-                optimizer.param_groups[0]["betas"] = tuple(betas)
+                optimizer.param_groups[0].update(edited)
             take_step(engine, STEPS[step])
         with disturbed(engine.module, "late"):
             skipped = take_step(engine, STEPS[2]).skipped
@@ -120,10 +127,10 @@ def beta_zero_job(folder: Path, schedule: str, beta: int, when: str) -> dict[str
 
 
 @pytest.mark.parametrize("when", ["start", "edited"])
-@pytest.mark.parametrize("beta", [0, 1])
+@pytest.mark.parametrize("what", NOTHING_LEFT)
 @pytest.mark.parametrize("schedule", ["speculative", "immediate"])
-def test_a_moment_that_keeps_nothing_cannot_be_taken_back(schedule: str, beta: int, when: str, odd_llama: Path) -> None:
-    (found,) = run_on_ranks(1, beta_zero_job, odd_llama, schedule, beta, when)
+def test_a_step_that_leaves_nothing_is_not_taken_early(schedule: str, what: str, when: str, odd_llama: Path) -> None:
+    (found,) = run_on_ranks(1, nothing_left_job, odd_llama, schedule, NOTHING_LEFT[what], when)
     assert found == {"different": [], "skipped": True, "speculates": False}
 
 

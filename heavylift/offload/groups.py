@@ -182,7 +182,10 @@ def num_shards(param: torch.Tensor) -> int:
 
 
 def make_group(name: str, params: Iterable[tuple[str, nn.Parameter]], module: nn.Module | None = None) -> Group | None:
-    """Lays out the trainable parameters of one gather group; None when all are frozen."""
+    """Lays out the trainable parameters of one gather group; None when all are frozen.
+
+    Raises UserError for parameters of several dtypes, which FSDP2 cannot reduce together.
+    """
     segments: list[Segment] = []
     start = 0
     for param_name, param in params:
@@ -192,7 +195,11 @@ def make_group(name: str, params: Iterable[tuple[str, nn.Parameter]], module: nn
     if not segments:
         return None
     dtypes = {s.param.dtype for s in segments}
-    assert len(dtypes) == 1, f"group {name}: FSDP2 needs one dtype among trainable parameters, got {dtypes}"
+    if len(dtypes) > 1:
+        raise UserError(
+            f"group {name}: its trainable parameters should have one dtype, got "
+            f"{' and '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}; cast the model to one"
+        )
     device = local_tensor(segments[0].param).device
     return Group(name, tuple(segments), start, dtypes.pop(), device, module)
 

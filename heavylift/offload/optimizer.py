@@ -27,6 +27,7 @@ from heavylift.offload.kernels import device_kernel, host_kernel
 from heavylift.offload.loss_scale_names import TellsLossScale
 from heavylift.offload.options import TieredOptions
 from heavylift.offload.overlap import OverlappedSteps
+from heavylift.offload.param_groups import can_be_taken_back, check_groups, check_hyperparameters
 from heavylift.offload.policy import SchedulePolicy
 from heavylift.offload.staging import StagingRing
 from heavylift.offload.state_dict import load_optimizer_state, optimizer_state_dict
@@ -69,6 +70,7 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         self._closed = False
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "bias_correction": bias_correction})
+        check_hyperparameters(self.param_groups)
         self.options = options or TieredOptions()
         self.usage = TierUsage()
         self.timeline = Timeline()
@@ -91,8 +93,7 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
 
     def _index_param_groups(self) -> dict[nn.Parameter, int]:
         index = {p: i for i, pg in enumerate(self.param_groups) for p in pg["params"] if p.requires_grad}
-        grouped = {s.param for group in self.groups for s in group.segments}
-        assert grouped == set(index), f"{len(grouped ^ set(index))} parameters are only in a gather or parameter group"
+        check_groups(self.groups, index, self.options)
         return index
 
     def _allocate(self) -> None:
@@ -156,11 +157,12 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Norm, then every group by the schedule. Returns the closure's loss, if any.
 
-        Raises RuntimeError after `close`, when the step before failed on the worker, and when hyperparameters changed
-        after a backward that had taken the step already.
+        Raises UserError for hyperparameters that AdamW cannot step with; RuntimeError after `close`, when the step
+        before failed on the worker, and when hyperparameters changed after a backward that had taken the step already.
         """
         if self._closed:
             raise RuntimeError("this optimizer is closed")
+        check_hyperparameters(self.param_groups)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -289,14 +291,12 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
 
     def _speculates(self) -> bool:
         """Whether the next step is taken during backward."""
-        # a moment whose beta is 0 keeps nothing that a step could be taken back to
-        recoverable = all(beta > 0 for pg in self.param_groups for beta in pg["betas"])
         # taking a step back is exact but for rounding: nothing that `auto` does where overflows are ordinary
         overflows = self._grad_scale != 1 or any(group.dtype == torch.float16 for group in self.groups)
         rounded = not self.options.state_format.is_exact
         if (overflows or rounded) and self.options.schedule is Schedule.AUTO:
             return False
-        return self.policy.speculates and recoverable
+        return self.policy.speculates and can_be_taken_back(self.param_groups)
 
     def _step_accumulated(self, overlap: OverlappedSteps, accumulation: GradientAccumulation) -> None:
         accumulation.settle()
@@ -364,8 +364,9 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
     def _begin_step(self) -> None:
         """Before anything of a step: the one before is whole, and the masters are those of the parameters."""
         if self._overlap is not None:
+            check_hyperparameters(self.param_groups)  # backward may take the step
             self._overlap.drain()
-            self._overlap.speculate_next = self._speculates()  # betas may have been edited
+            self._overlap.speculate_next = self._speculates()  # they may have been edited
             if self._accumulation is None and not self._overlap.speculate_next:
                 return  # backward has only begun, and parameters may be written until step() takes the step
         self.follow_parameters()

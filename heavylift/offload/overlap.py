@@ -178,8 +178,8 @@ class OverlappedSteps:
         """At the first gradient of a step, or in step() where there is none."""
         if self._in_step:
             return
-        self._in_step = True
         self._begin_step()
+        self._in_step = True
         self._speculating = self.speculate_next
         # not earlier: until the worker was idle, a copy of them could still be under way
         self.sums.zero_()
