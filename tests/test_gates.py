@@ -195,6 +195,27 @@ def test_readers_right_after_step_see_the_whole_step(
             assert [name for name in expected if not same_bits(expected[name], got[name])] == [], reader
 
 
+def unshard_job(folder: Path, stage: int) -> list[float]:
+    """Losses after a step, every group gathered by name before: with the worker idle, and with it still at work."""
+    losses = []
+    for name in ("synchronous", "deferred"):
+        engine = build(folder, setup(name, ratio=0.8, stage=stage))
+        slow_down(engine.optimizer, SLOW_S)
+        take_step(engine, STEPS[0])
+        for group in engine.sharded.groups:
+            group.module.unshard()
+        batch = [micro_batches(STEPS[1], dist.get_rank(), dist.get_world_size(), 1)[0]]
+        losses.append(engine.evaluate(batch, STEPS[1].num_trained))
+        engine.optimizer.close()
+    return losses
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 0), (2, 3)])
+def test_unshard_by_name_waits_too(world: int, stage: int, odd_llama: Path) -> None:
+    for synchronous, deferred in run_on_ranks(world, unshard_job, odd_llama, stage):
+        assert synchronous == deferred
+
+
 def foreign_write_job(folder: Path, schedule: str) -> list[str]:
     """Weights halved after `synchronize`, with a step just begun; then another step."""
     runs = []

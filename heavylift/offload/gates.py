@@ -4,7 +4,7 @@ A shard that comes back from the host is written on a side stream. Whoever reads
 knows nothing of that stream: without a gate it gathers stale weights and nothing is raised. The gate sits where FSDP2
 lets us in: the `allocate()` of a custom all-gather runs in the copy-in stream, just before the shard is read there
 (true because the shards have the dtype they are gathered in). At one shard FSDP2 skips the all-gather and with it the
-gate, so there a forward pre-hook waits instead.
+gate, so there a forward pre-hook waits instead, and `unshard()` does when it is called by name.
 """
 
 from __future__ import annotations
@@ -126,6 +126,8 @@ def install_gate(module: nn.Module, gate: Gate, num_shards: int) -> None:
         assert isinstance(module, FSDPModule), f"{type(module)} is not under fully_shard"
         module.set_custom_all_gather(GatedAllGather(gate))
         return
+    if isinstance(module, FSDPModule):
+        _unshard_behind(module, gate)
     if module._compiled_call_impl is not None:
         _stand_in_front(module, gate)
         return
@@ -140,6 +142,17 @@ def install_gate(module: nn.Module, gate: Gate, num_shards: int) -> None:
         _stand_in_front(module, gate)
 
     module.compile = compile_behind_gate  # type: ignore[method-assign]
+
+
+def _unshard_behind(module: FSDPModule, gate: Gate) -> None:
+    """What a script calls; FSDP2 itself takes another way in forward, behind the pre-hook."""
+    unshard = module.unshard
+
+    def unshard_behind_gate(async_op: bool = False) -> Any:
+        gate.wait()
+        return unshard(async_op)
+
+    module.unshard = unshard_behind_gate  # type: ignore[method-assign]
 
 
 def _stand_in_front(module: nn.Module, gate: Gate) -> None:
