@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +348,24 @@ def test_what_is_refused() -> None:
     with pytest.raises(UserError, match="expected parameters or a module, got int"):
         zero.GatheredParameters(5)  # type: ignore[arg-type]
     zero.register_external_parameter(nn.Linear(1, 1), nn.Parameter(torch.zeros(1)))
+
+
+@pytest.mark.parametrize("argument", ["config_dict_or_path", "config"])
+def test_a_wrong_configuration_is_refused_before_the_model_is_built(argument: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text('{\n  "train_batch_size": 4,\n  "zero_optimization": {"stagee": 3}\n}')
+    for given, message in (
+        ("nofile.json", "nofile.json: no such file"),
+        ({"zero_optimisation": {"stage": 3}}, "ds_config: zero_optimisation: unknown key; did you mean zero_opt"),
+        (str(path), f"{path}:3: zero_optimization.stagee: unknown key"),
+        (7, "expected a mapping, a path or base64 text, got 7"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            zero.Init(**{argument: given})
+    # what a trainer fills in later, and what only `initialize` can add up, is no mistake yet
+    zero.Init(**{argument: {"train_micro_batch_size_per_gpu": "auto", "optimizer": {"type": "AdamW"}}})
+    zero.Init(**{argument: {"zero_optimization": {"stage": 3}}})
+    zero.Init(**{argument: "nofile.json", "enabled": False})
 
 
 def test_not_enabled_nothing_happens() -> None:

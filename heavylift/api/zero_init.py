@@ -27,6 +27,10 @@ from torch import nn
 
 from heavylift.api.distributed import init_distributed
 from heavylift.api.partition import cast, close_from, find_partition, open_whole, track
+from heavylift.config.deepspeed.auto import fillings
+from heavylift.config.deepspeed.places import key_lines, line_of
+from heavylift.config.deepspeed.reading import read_config
+from heavylift.config.deepspeed.sources import read_source
 from heavylift.config.words import shown
 from heavylift.errors import UserError
 
@@ -44,9 +48,10 @@ class Init:
     `module`: split an existing one at once. `dtype`: what floating-point parameters are rounded to when they are
     complete; by default they stay as they are, and `initialize` takes its float32 masters from them. `enabled=False`:
     nothing happens. DeepSpeed's other arguments are accepted: memory-efficient linears, pinning and quantised weights
-    have no effect here, and the precision of `config_dict_or_path` is applied by `initialize`.
+    have no effect here, and the precision of `config_dict_or_path` (older: `config`) is applied by `initialize`.
 
-    Raises UserError for `remote_device="nvme"` and for groups that are not all ranks.
+    Raises UserError for `remote_device="nvme"`, for groups that are not all ranks, and for a configuration that cannot
+    be read or has a key that is wrong by itself; how keys go together is looked at by `initialize`.
     """
 
     def __init__(
@@ -72,6 +77,9 @@ class Init:
             raise UserError('zero.Init: remote_device "nvme" is not supported; parameters stay in memory, use "cpu"')
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise UserError(f"zero.Init: dtype= should be a dtype such as torch.bfloat16, got {shown(dtype)}")
+        for given in (config_dict_or_path, config):
+            if enabled and given is not None:
+                _check_config(given)
         self._enabled = enabled
         self._dtype = dtype
         self._open: OrderedDict[int, nn.Parameter] = OrderedDict()
@@ -161,6 +169,18 @@ class Init:
             self._open_bytes -= param.nbytes
         if dist.get_world_size() > 1:
             close_from(params, 0)
+
+
+def _check_config(given: Any) -> None:
+    """Before a model is built for minutes. Not more than its keys: trainers fill others in later."""
+    source = read_source(given)
+    problems = read_config(source.values, source.name, fillings(None, source.values)).problems
+    if problems:
+        lines = key_lines(source.text) if source.text is not None else {}
+        places = [(line_of(written, lines), text) for written, text in problems]
+        raise UserError(
+            *(f"{source.name}: {text}" if line is None else f"{source.name}:{line}: {text}" for line, text in places)
+        )
 
 
 # ---- what nn.Module does while a context is active -------------------------------------------------------------------
