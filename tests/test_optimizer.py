@@ -126,12 +126,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
 # ---- weights written by others ------------------------------------------------------------------------------------
 
 
-def copied(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A copy of an optimizer's state_dict (DTensors have no deepcopy)."""
-    state = {i: {n: t.clone() for n, t in entry.items()} for i, entry in state_dict["state"].items()}
-    return {"state": state, "param_groups": copy.deepcopy(state_dict["param_groups"])}
-
-
 def foreign_write_job(folder: Path, other_folder: Path, setup: Setup) -> list[str]:
     """Weights of another file copied into the shards after a step; compared with a run that starts from that file."""
     from heavylift.models.load import load_weights
@@ -139,7 +133,7 @@ def foreign_write_job(folder: Path, other_folder: Path, setup: Setup) -> list[st
     engine = build(folder, setup)
     take_step(engine, STEPS[0])
     # what the optimizer has learnt so far would differ: both continue from the same moments
-    moments = copied(engine.optimizer.state_dict())
+    moments = copy.deepcopy(engine.optimizer.state_dict())
     load_weights(engine.module, other_folder)
     take_step(engine, STEPS[1])
     written = whole_weights(engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,44 @@ def test_other_parameters_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="has 35 elements, expected 42"):
         wrong.load_state_dict(optimizer.state_dict())
+
+
+def test_an_optimizer_itself_is_not_copied() -> None:
+    _, optimizer = make_optimizer(TieredOptions())
+    with pytest.raises(TypeError, match=r"TieredAdamW cannot be copied: .*its state_dict\(\) instead$"):
+        copy.deepcopy(optimizer)
+
+
+# ---- sharded: copies in memory and in files --------------------------------------------------------------------------
+
+
+def copies_job(folder: Path, setup: Setup, path: Path) -> dict[str, bool]:
+    """Which ways to copy the optimizer's state_dict give all of its bits, also after another step; and that the
+    state_dict itself is no copy."""
+    engine = build(folder, setup)
+    take_step(engine, STEPS[0])
+    before = whole_states(engine)
+    state = engine.optimizer.state_dict()
+    views = {entry[name].to_local().data_ptr() for entry in state["state"].values() for name in ("master", "exp_avg")}
+    file = path / f"{dist.get_rank()}.pt"
+    torch.save(state, file)
+    copies = {"deepcopy": copy.deepcopy(state)}
+    saved = dcp.async_save({"optimizer": state}, checkpoint_id=path / "dcp")
+    saved.result()
+    take_step(engine, STEPS[1])
+    copies["file"] = torch.load(file, weights_only=False)
+    parts = [part for parts in engine.optimizer.parts for part in parts]
+    found = {"own memory": {part.exp_avg.data_ptr() for part in parts if part.start == 0} <= views}
+    for name, copied in copies.items():
+        engine.optimizer.load_state_dict(copied)
+        found[name] = same_bits(before, whole_states(engine))
+    return found
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+def test_sharded_states_are_copied_as_torchs_are(tier: Tier, odd_llama: Path, tmp_path: Path) -> None:
+    for found in run_on_ranks(2, copies_job, odd_llama, Setup(tier=tier, ratio=1.0), tmp_path):
+        assert all(found.values()), found
 
 
 # ---- sharded, through torch.distributed.checkpoint ----------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -150,6 +150,9 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         if self._laid_out:
             raise RuntimeError("TieredAdamW lays out its states once; give all parameter groups at construction")
         super().add_param_group(param_group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError("TieredAdamW cannot be copied: threads step its memory; copy or load its state_dict() instead")
 
     # ---- one step -------------------------------------------------------------------------------------------------
 
@@ -423,7 +426,12 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         return optimizer_state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copies a `state_dict` of the same parameters into the tiers and writes the parameters from the masters."""
+        """Copies a `state_dict` of the same parameters into the tiers and writes the parameters from the masters.
+
+        Raises ValueError for other parameters, RuntimeError where backward has taken the coming step already.
+        """
+        if self._overlap is not None:
+            self._overlap.refuse_mid_step("load states")
         load_optimizer_state(self, state_dict)
 
     def close(self) -> None:

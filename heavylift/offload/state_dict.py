@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 
 
 def as_param(flat: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-    """A flat CPU shard in the shape of `param`: a DTensor when the parameter is one."""
+    """A flat float32 CPU shard in the shape of `param`, not copied: a DTensor when the parameter is one."""
     local = flat.view(local_tensor(param).shape)
     if not isinstance(param, DTensor):
         return local
+    if local.storage_offset() > 0:
+        # the same memory as a storage of its own: of a DTensor with an offset pickle and deepcopy believe that it has
+        # data itself
+        local = torch.from_numpy(local.numpy())
     # not `DTensor.from_local`: it would move the shard to the device of the mesh, states of the host tier and all
     meta = TensorMeta(param.shape, param.stride(), local.dtype)
     return DTensor(local, DTensorSpec(param.device_mesh, param.placements, meta), requires_grad=False)
