@@ -130,3 +130,11 @@ def test_converted_weights_are_all_new_or_all_old(
     assert told.startswith(f"error: {out}/") and ": cannot be written: " in told and told.count("\n") == 1
     assert digests(out) == before
     assert zero_to_fp32.main(command) == 0 and digests(out) == before
+    # who opens the folder would take the single file, which is then of another time
+    assert zero_to_fp32.main(command[:2] + command[4:]) == 2
+    told = capsys.readouterr().err
+    assert "is there already and belongs to weights in another number of files; remove those, or choose" in told
+    assert digests(out) == before
+    single = [command[0], str(tmp_path / "single"), *command[4:]]
+    assert zero_to_fp32.main(single) == zero_to_fp32.main(single) == 0
+    assert zero_to_fp32.main([*single, "--max_shard_size", "400"]) == 2

@@ -80,7 +80,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Writes the weights to `output_dir`: `pytorch_model.bin`, or `model.safetensors` with `safe_serialization`.
 
     More than `max_shard_size` ("5GB"; None: no limit) is written as several files with an index, and no more than that
-    is in memory at a time. Raises UserError for a folder without a checkpoint, and for a size that is none.
+    is in memory at a time. Files of an earlier conversion are replaced once all new ones are on the disk. Raises UserError
+    for a folder without a checkpoint, a size that is none, a disk that refuses, and where weights in another number of
+    files are there.
     """
     _convert(checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters)
 
@@ -98,14 +100,15 @@ def _convert(
     shards = list(_shards(_saved_tensors(path, exclude_frozen_parameters), _size(max_shard_size)))
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
     folder = checkpoint.as_folder("output_dir", output_dir)
+    names = _file_names(stem, suffix, len(shards))
+    _refuse_other_parts(folder, stem, suffix, names)
     weight_map: dict[str, str] = {}
     written: list[Path] = []
     with ExitStack() as stack:  # whose end gives them their places, those entered first at the end
         index = folder / f"{stem}{suffix}.index.json"
-        for number, shard in enumerate(shards, 1):
-            name = f"{stem}{suffix}" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"
+        for name, shard in zip(names, shards, strict=True):
             tensors = _read(path, shard)
-            if number == 1:
+            if name == names[0]:
                 _make_folder(folder)
                 index_part = stack.enter_context(checkpoint.writing(index)) if len(shards) > 1 else None
             part = stack.enter_context(checkpoint.writing(folder / name))
@@ -119,6 +122,25 @@ def _convert(
             index_part.write_text(json.dumps(index_of, indent=2), encoding="utf-8")
             written.append(index)
     return written
+
+
+def _file_names(stem: str, suffix: str, number: int) -> list[str]:
+    if number == 1:
+        return [f"{stem}{suffix}"]
+    return [f"{stem}-{index + 1:05d}-of-{number:05d}{suffix}" for index in range(number)]
+
+
+def _refuse_other_parts(folder: Path, stem: str, suffix: str, names: Sequence[str]) -> None:
+    """Who opens a folder with a single file and several would get one of them, which may be of another time."""
+    pattern = re.compile(rf"{stem}(-\d+-of-\d+)?{re.escape(suffix)}(\.index\.json)?")
+    expected = {*names, f"{stem}{suffix}.index.json"} if len(names) > 1 else set(names)
+    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    other = next((name for name in there if pattern.fullmatch(name) and name not in expected), None)
+    if other is not None:
+        raise UserError(
+            f"{folder / other}: is there already and belongs to weights in another number of files; remove those, or "
+            "choose another folder"
+        )
 
 
 def _make_folder(folder: Path) -> None:
