@@ -159,6 +159,8 @@ def test_a_step_taken_in_backward_is_not_written_into() -> None:
     ):
         with pytest.raises(UserError, match=r"schedule speculative has taken the step .* take schedule deferred"):
             write()
+    with pytest.raises(RuntimeError, match="cannot load states between backward and step"):
+        optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()
     utils.safe_set_full_fp32_param(weight, torch.zeros(5, 7))
     assert not weight.any()

@@ -410,6 +410,9 @@ def between_job() -> dict[str, Any]:
         engine.settle()
         write = lambda engine=engine, values=values: copy_in(engine, values)  # noqa: E731
         if schedule == "speculative":
+            load = lambda engine=engine: engine.load_state_dict(engine.state_dict())  # noqa: E731
+            refused = lambda load=load: found.update(load=message_of(load))  # noqa: E731
+            step_by_hand(engine, 0.05, refused)
             found[schedule] = message_of(lambda engine=engine, write=write: step_by_hand(engine, 0.05, write))
         else:
             step_by_hand(engine, 0.05, write)
@@ -422,5 +425,6 @@ def test_a_deferred_step_starts_from_the_weights_of_step() -> None:
     found = run_on_ranks(2, between_job)[0]
     for one, other in zip(found["synchronous"], found["deferred"], strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert found["load"].startswith("cannot write the parameter of ") and "has taken the step" in found["load"]
     message = found["speculative"]
     assert "was written between backward, which has taken its step, and step(); write before backward" in message

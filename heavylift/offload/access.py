@@ -205,13 +205,8 @@ class ParamStates:
         self.group.gate.wait()
 
     def _refuse_mid_step(self, what: str) -> None:
-        overlap = self.optimizer._overlap
-        if overlap is not None and overlap._in_step and overlap._speculating:
-            raise RuntimeError(
-                f"cannot {what} of {self.segment.name} between backward and step(): the schedule "
-                f"{self.optimizer.options.schedule} has taken the step during backward; do it before backward or after "
-                "step(), or take schedule deferred or synchronous"
-            )
+        if self.optimizer._overlap is not None:
+            self.optimizer._overlap.refuse_mid_step(f"{what} of {self.segment.name}")
 
 
 def find_states(optimizer: TieredAdamW, param: nn.Parameter) -> ParamStates | None:

@@ -67,6 +67,16 @@ class Segment:
         return None if grad is None else local_view(grad).reshape(-1)
 
 
+_UNDER_WAY = (
+    "while its step was still under way, which writes it too; wait for the step first (engine.settle(), or "
+    "synchronize() of the optimizer), and write again"
+)
+STEP_TAKEN = (
+    "between backward, which has taken its step, and step(); write before backward or after step(), or take schedule "
+    "deferred or synchronous"
+)
+
+
 @dataclass(eq=False)
 class Group:
     """Parameters that are gathered, reduced, moved and stepped together."""
@@ -86,10 +96,7 @@ class Group:
         self.gate = Gate(self._settled)
 
     def _settled(self) -> None:
-        self.check_unwritten(
-            "while its step was still under way, which writes it too; wait for the step first (engine.settle(), or "
-            "synchronize() of the optimizer), and write again"
-        )
+        self.check_unwritten(_UNDER_WAY)
         for segment in self.segments:
             segment.mark_seen()
 

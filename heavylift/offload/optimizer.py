@@ -22,7 +22,7 @@ from heavylift.offload.device_steps import DeviceSteps
 from heavylift.offload.formats import check_format
 from heavylift.offload.gates import install_gate
 from heavylift.offload.gradients import GradientAccumulation, accumulated_sums, global_norm, shard_process_groups
-from heavylift.offload.groups import Group, Segment, num_shards, plain_groups
+from heavylift.offload.groups import STEP_TAKEN, Group, Segment, num_shards, plain_groups
 from heavylift.offload.kernels import device_kernel, host_kernel
 from heavylift.offload.loss_scale_names import TellsLossScale
 from heavylift.offload.options import TieredOptions
@@ -281,10 +281,7 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         overlap.flush()
         if overlap.speculated:
             for group in self.groups:
-                group.check_unwritten(
-                    "between backward, which has taken its step, and step(); write before backward or after step(), or "
-                    "take schedule deferred or synchronous"
-                )
+                group.check_unwritten(STEP_TAKEN)
         else:
             self.follow_parameters()
         overlap.prepare()

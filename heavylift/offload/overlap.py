@@ -105,6 +105,7 @@ class OverlappedSteps:
         self._segment_step = segment_step
         self._begin_step = begin_step
         self._max_grad_norm = options.max_grad_norm
+        self._schedule = options.schedule
         device = self._groups[0].device
         self.worker = Worker(device, stepper.timeline)
         self._bus_worker = None if streamed is None else Worker(device, stepper.timeline, BUS_THREAD)
@@ -239,6 +240,14 @@ class OverlappedSteps:
     def _let_go_of_copied(self) -> None:
         while self._in_flight and self._in_flight[0][0].query():
             self._in_flight.popleft()
+
+    def refuse_mid_step(self, what: str) -> None:
+        """Raises RuntimeError where backward has taken the step already, and step() may yet revise it."""
+        if self._in_step and self._speculating:
+            raise RuntimeError(
+                f"cannot {what} between backward and step(): the schedule {self._schedule} has taken the step during "
+                "backward; do it before backward or after step(), or take schedule deferred or synchronous"
+            )
 
     def flush(self) -> None:
         """After backward: groups of which a parameter got no gradient are as ready as they will be."""
