@@ -80,9 +80,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Writes the weights to `output_dir`: `pytorch_model.bin`, or `model.safetensors` with `safe_serialization`.
 
     More than `max_shard_size` ("5GB"; None: no limit) is written as several files with an index, and no more than that
-    is in memory at a time. Files of an earlier conversion are replaced once all new ones are on the disk. Raises UserError
-    for a folder without a checkpoint, a size that is none, a disk that refuses, and where weights in another number of
-    files are there.
+    is in memory at a time. Files of an earlier conversion are replaced once all new ones are on the disk.
+
+    Raises UserError for a folder without a checkpoint, a size that is none, a disk that refuses, and where weights in
+    another number of files are there.
     """
     _convert(checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters)
 
