@@ -20,10 +20,10 @@ from heavylift.config.deepspeed.places import key_lines, line_of
 from heavylift.config.deepspeed.schema import DeepSpeedConfig
 from heavylift.config.deepspeed.settings import Settings
 from heavylift.config.deepspeed.sources import parse_json, read_source
+from heavylift.config.deepspeed.torch_optimizers import TORCH_OPTIMIZERS
 from heavylift.config.deepspeed.training import (
     REQUIRED_PARAMS,
     SCHEDULERS,
-    TORCH_OPTIMIZERS,
     AdamParams,
     Optimizer,
     Scheduler,
@@ -81,8 +81,9 @@ def fitting(random: Random, field: Any) -> Any:
 def random_block(random: Random, block: type[Block]) -> Any:
     """Some keys of the block, under any of their names, mostly with values that fit."""
     if block in (Optimizer, Scheduler):
-        kinds = {"AdamW": AdamParams, "adam": AdamParams} if block is Optimizer else SCHEDULERS
-        kind = random.choice(sorted(kinds))
+        adams: dict[str, type[Block]] = {"AdamW": AdamParams, "adam": AdamParams}
+        kinds = {**adams, **TORCH_OPTIMIZERS} if block is Optimizer else SCHEDULERS
+        kind = random.choice(sorted(kinds if block is Scheduler or random.random() < 1 / 3 else adams))
         return {"params": random_block(random, kinds[kind]), "type": kind}
     names = canonical_names(block)
     chosen = random.sample(sorted(names), min(len(names), random.randint(0, 3)))

@@ -17,7 +17,7 @@ from torch import nn
 
 from heavylift.api.optimizers import DeepSpeedCPUAdam, FusedAdam
 from heavylift.config.deepspeed.settings import OptimizerSettings, Settings
-from heavylift.config.deepspeed.training import NO_CORRECTION_WITH_L2
+from heavylift.config.deepspeed.training import NO_CORRECTION_WITH_L2, REFUSED_OPTIMIZERS
 from heavylift.config.schema import Tier
 from heavylift.errors import UserError
 from heavylift.offload.optimizer import TieredAdamW
@@ -86,11 +86,13 @@ def choose_optimizer(
                 f"initialize: optimizer= should be a torch.optim.Optimizer or a function that makes one, got "
                 f"{type(client).__name__}"
             )
-        if client.state:
+        _check_client(client)
+        if _has_stepped(client):
             raise UserError(
                 "optimizer: it has state from earlier steps, which initialize() cannot take over; pass it before its "
                 "first step, and restore training with engine.load_checkpoint()"
             )
+        client.state.clear()  # of the whole parameters
         tiered = is_plain_adamw(client)
         if offloads and not tiered:
             raise UserError(
@@ -102,6 +104,27 @@ def choose_optimizer(
     if settings.optimizer is None:
         return None
     return _from_settings(model, model_parameters, settings.optimizer, offloads)
+
+
+def _check_client(client: torch.optim.Optimizer) -> None:
+    """Raises UserError for a class of torch.optim that cannot step shards as they are, or options that cannot."""
+    for cls in type(client).__mro__:
+        instead = REFUSED_OPTIMIZERS.get(cls.__name__.lower())
+        if instead is not None and cls.__module__.startswith("torch.optim"):
+            raise UserError(f"optimizer: heavylift does not have torch.optim.{cls.__name__}; {instead}")
+    # torch has kernels over shards for Adam alone
+    fused = not isinstance(client, torch.optim.Adam) and any(group.get("fused") for group in client.param_groups)
+    for option, given in (
+        ("fused", fused),
+        ("differentiable", any(group.get("differentiable") for group in client.param_groups)),
+    ):
+        if given:
+            raise UserError(f"optimizer: {option}=True of {type(client).__name__} does not take shards; leave it out")
+
+
+def _has_stepped(client: torch.optim.Optimizer) -> bool:
+    """Adagrad's state is there from the start, with 0 steps."""
+    return any(float(state.get("step", 1)) != 0 for state in client.state.values())
 
 
 def _from_settings(

@@ -11,13 +11,13 @@ from itertools import chain
 
 from heavylift.config.deepspeed.reading import Reading
 from heavylift.config.deepspeed.settings import Precision
+from heavylift.config.deepspeed.torch_optimizers import SGD, TORCH_OPTIMIZERS
 from heavylift.config.deepspeed.training import (
     NO_CORRECTION_WITH_L2,
     OURS,
     REFUSED_OPTIMIZERS,
     REQUIRED_PARAMS,
     SCHEDULERS,
-    TORCH_OPTIMIZERS,
     AdamParams,
 )
 from heavylift.config.words import named, nearest
@@ -206,6 +206,12 @@ def _optimizer(reading: Reading) -> Found:
             )
         if not params.bias_correction:
             yield (("optimizer.params.bias_correction", *coupled), NO_CORRECTION_WITH_L2)
+    if isinstance(params, SGD) and params.nesterov and (params.momentum == 0 or params.dampening != 0):
+        yield (
+            tuple(f"optimizer.params.{key}" for key in ("nesterov", "momentum", "dampening")),
+            f"optimizer.params.nesterov: needs momentum above 0 and dampening 0, got {params.momentum:g} and "
+            f"{params.dampening:g}; change one of them",
+        )
 
 
 def _unknown_optimizer(type_name: str) -> str:

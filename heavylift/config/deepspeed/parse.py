@@ -178,7 +178,8 @@ def _optimizer(reading: Reading) -> OptimizerSettings | None:
     assert name is not None, type_name
     params = reading.params.get("optimizer")
     if not isinstance(params, AdamParams):
-        return OptimizerSettings(name=name, more=dict(reading.config.optimizer.params))
+        assert params is not None, type_name
+        return OptimizerSettings(name=name, more=params.model_dump(exclude_unset=True))
     return OptimizerSettings(
         name=name,
         lr=params.lr,

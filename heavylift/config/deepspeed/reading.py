@@ -17,6 +17,7 @@ from heavylift.config.deepspeed.auto import AUTO
 from heavylift.config.deepspeed.batch import ACCUMULATION, MICRO, TRAIN
 from heavylift.config.deepspeed.keys import Block, Status, block_of, canonical_names, has_content, key_of
 from heavylift.config.deepspeed.schema import DeepSpeedConfig
+from heavylift.config.deepspeed.torch_optimizers import TORCH_OPTIMIZERS
 from heavylift.config.deepspeed.training import OURS, SCHEDULERS, AdamParams
 from heavylift.config.words import expected, named, nearest, shown
 
@@ -112,12 +113,13 @@ def read_config(raw: Mapping[str, Any], source: str, fillings: Mapping[str, Any]
 
 
 def _params_block(name: str, type_name: Any) -> type[Block] | None:
-    """The block that types `NAME.params` for an optimizer or scheduler type; None: free arguments."""
+    """The block that types `NAME.params` for an optimizer or scheduler type; None: not a type that is there."""
     if not isinstance(type_name, str):
         return None
-    if name == "optimizer":
-        return AdamParams if type_name.lower() in OURS else None
-    return {known.lower(): block for known, block in SCHEDULERS.items()}.get(type_name.lower())
+    if name == "optimizer" and type_name.lower() in OURS:
+        return AdamParams
+    kinds: Mapping[str, type[Block]] = TORCH_OPTIMIZERS if name == "optimizer" else SCHEDULERS
+    return {known.lower(): block for known, block in kinds.items()}.get(type_name.lower())
 
 
 def _walk_block(
@@ -246,7 +248,7 @@ def _walk_refused_block(walk: _Walk, field_info: FieldInfo, path: Path, written:
 
 
 def _walk_params(walk: _Walk, path: Path, written: str, value: Mapping[Any, Any]) -> dict[str, Any]:
-    """Arguments of an optimizer or scheduler: typed where its type is known, else free, "auto" filled."""
+    """Arguments of an optimizer or scheduler; of a type that is not there, a problem itself, as they are."""
     type_name = walk.values.get((path[0], "type"))
     block = _params_block(path[0], type_name)
     if block is not None:
@@ -260,7 +262,7 @@ def _walk_params(walk: _Walk, path: Path, written: str, value: Mapping[Any, Any]
         elif name == "max_grad_norm":
             walk.problem((*path, name), here, "heavylift does not have this; use the top-level key gradient_clipping")
         elif _is_auto(argument):
-            walk.note(here, AUTO, '"auto" that nobody filled in: the default of torch.optim', "auto")
+            walk.note(here, AUTO, '"auto" that nobody filled in', "auto")
         else:
             walk.values[(*path, name)] = argument
             walk.written[(*path, name)] = here
@@ -320,7 +322,7 @@ def _report_done(walk: _Walk) -> None:
         if written in told:
             continue
         field_info = _field_at(path, walk)
-        text = key_of(field_info).text if field_info is not None else "goes to torch.optim"
+        text = key_of(field_info).text if field_info is not None else "its type is not there"
         filled = " (filled in for auto)" if ".".join(path) in walk.filled else ""
         walk.report(written, value, "done", text + filled)
 

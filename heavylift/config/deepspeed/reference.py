@@ -17,7 +17,8 @@ from pydantic.fields import FieldInfo
 
 from heavylift.config.deepspeed.keys import Block, Status, block_of, key_of
 from heavylift.config.deepspeed.schema import DeepSpeedConfig
-from heavylift.config.deepspeed.training import REFUSED_OPTIMIZERS, SCHEDULERS, TORCH_OPTIMIZERS, AdamParams
+from heavylift.config.deepspeed.torch_optimizers import TORCH_OPTIMIZERS
+from heavylift.config.deepspeed.training import REFUSED_OPTIMIZERS, SCHEDULERS, AdamParams
 from heavylift.config.generated import write_or_check
 
 DEFAULT_PATH = Path("docs/deepspeed_config.md")
@@ -65,6 +66,7 @@ def _inner(block: type[Block], prefix: str) -> Iterator[tuple[str, type[Block]]]
         yield from _inner(inner, f"{prefix}{name}.")
         if prefix + name == "optimizer":
             yield "optimizer.params (Adam, AdamW)", AdamParams
+            yield from ((f"optimizer.params ({kind})", params) for kind, params in TORCH_OPTIMIZERS.items())
         if prefix + name == "scheduler":
             yield from ((f"scheduler.params ({kind})", params) for kind, params in SCHEDULERS.items())
 

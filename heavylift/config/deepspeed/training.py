@@ -59,12 +59,12 @@ class Optimizer(Block):
 
 
 OURS = {"adam": "adam", "adamw": "adamw"}
-TORCH_OPTIMIZERS = ("Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-"""Classes of torch.optim that step without a closure and take dense gradients."""
 REFUSED_OPTIMIZERS = {
     "lamb": "use AdamW",
     "lion": "use AdamW",
-    "muon": "use AdamW",
+    "muon": "use AdamW: Muon needs whole matrices, and parameters are sharded",
+    "adafactor": "use AdamW: Adafactor needs means over whole matrices, and parameters are sharded",
+    "rprop": "use SGD or AdamW: Rprop is for whole data sets, and its step does not take sharded parameters",
     "onebitadam": "use AdamW: gradients are not compressed",
     "zerooneadam": "use AdamW: gradients are not compressed",
     "onebitlamb": "use AdamW: gradients are not compressed",
