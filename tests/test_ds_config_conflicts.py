@@ -225,3 +225,9 @@ def test_a_trainers_bad_value_is_an_error_of_its_key() -> None:
     config = BASE | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     with pytest.raises(UserError, match=r"optimizer.params.lr: expected a number ≥ 0, got -1"):
         load_settings(config, 1, defaults={"lr": -1})
+
+
+def test_the_bound_of_a_key_that_may_be_left_out_is_told() -> None:
+    scheduler = {"type": "WarmupCosineLR", "params": {"total_num_steps": 0}}
+    with pytest.raises(UserError, match=r"scheduler.params.total_num_steps: expected a whole number ≥ 1, got 0"):
+        load_settings({"train_batch_size": 1, "scheduler": scheduler}, 1)

@@ -82,7 +82,7 @@ def _words(annotation: Any, metadata: list[Any]) -> str:
     if get_origin(annotation) is Annotated:
         inner, *extra = get_args(annotation)
         flat = [m for e in extra for m in (e.metadata if isinstance(e, FieldInfo) else [e])]
-        return _words(inner, flat)
+        return _words(inner, [*metadata, *flat])
     if get_origin(annotation) is Literal:
         return _one_of(str(value) for value in get_args(annotation))
     if get_origin(annotation) is tuple:
