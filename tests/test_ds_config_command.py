@@ -160,6 +160,44 @@ def test_convert_to_the_screen(tmp_path: Path) -> None:
         assert any(line.startswith(f"# - {start}") for line in said), (start, said)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "rate", "remark"),
+    [
+        ({"type": "AdamW"}, None, 1e-3, None),
+        ({"type": "AdamW", "params": {"betas": [0.8, 0.9]}}, {"type": "WarmupLR"}, 1e-3, None),
+        (
+            {"type": "Adam", "params": {"lr": "auto"}},
+            None,
+            1e-3,
+            '# - optimizer.params.lr: "auto" that nobody filled in: 0.001; set train.learning_rate',
+        ),
+        (
+            {"type": "AdamW", "params": {"lr": 0.01}},
+            {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_min_lr": 0.005}},
+            0.02,
+            "# - scheduler.params.warmup_min_lr: 0.005; a recipe's warm-up starts from 0",
+        ),
+        (
+            {"type": "SGD", "params": {"lr": 0.1}},
+            None,
+            1e-5,  # the recipe's own
+            "# - optimizer.type: SGD; a recipe trains with AdamW, which takes none of optimizer.params; set "
+            "train.learning_rate",
+        ),
+    ],
+)
+def test_convert_trains_at_the_rate_of_the_file(
+    tmp_path: Path, optimizer: dict[str, Any], scheduler: dict[str, Any] | None, rate: float, remark: str | None
+) -> None:
+    config = {"train_batch_size": 1, "optimizer": optimizer} | ({"scheduler": scheduler} if scheduler else {})
+    path = tmp_path / "recipe.yaml"
+    done = run("convert", write_config(tmp_path, config), "--model", "m", "--dataset", "d")
+    path.write_text(done.stdout)
+    assert load_recipe(path).train.learning_rate == rate
+    told = [line for line in done.stdout.splitlines() if line.startswith("# - ") and "step by step" not in line]
+    assert told == ([remark] if remark else [])
+
+
 def test_convert_takes_monitors_and_the_moments_dtype_over(tmp_path: Path) -> None:
     blocks: dict[str, dict[str, Any]] = {
         "tensorboard": {"output_path": "curves", "job_name": "try"},

@@ -99,14 +99,21 @@ def _optimizer(settings: Settings, reading: Reading, draft: _Draft) -> None:
     if optimizer is None:
         return
     if optimizer.name not in ("adam", "adamw"):
-        draft.remarks.append(f"optimizer.type: {optimizer.name}; a recipe trains with AdamW")
+        draft.remarks.append(
+            f"optimizer.type: {optimizer.name}; a recipe trains with AdamW, which takes none of optimizer.params; "
+            "set train.learning_rate"
+        )
         return
     if not optimizer.decoupled and optimizer.weight_decay > 0:
         draft.remarks.append("optimizer.params.adam_w_mode: a recipe's weight decay is decoupled (AdamW)")
     if not optimizer.bias_correction:
         draft.remarks.append("optimizer.params.bias_correction: a recipe's AdamW corrects its moments' bias")
-    names = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
-    for key, name in names.items():
+    draft.put("train", learning_rate=optimizer.lr)  # also where it is not given: a recipe's default is another
+    if "optimizer.params.lr" in reading.open_autos:
+        draft.remarks.append(
+            f'optimizer.params.lr: "auto" that nobody filled in: {optimizer.lr:g}; set train.learning_rate'
+        )
+    for key, name in {"eps": "adam_epsilon", "weight_decay": "weight_decay"}.items():
         if f"optimizer.params.{key}" in reading.given:
             draft.put("train", **{name: getattr(optimizer, key)})
     if "optimizer.params.eps" in reading.given and optimizer.eps == 0:
@@ -144,6 +151,11 @@ def _scheduler(settings: Settings, reading: Reading, draft: _Draft) -> None:
     high = params.get("warmup_max_lr", DECAY_MAX_LR if scheduler.name == "WarmupDecayLR" else None)
     if high is not None and "scheduler.params.warmup_max_lr" not in reading.open_autos:
         draft.put("train", learning_rate=high)
+    for key in ("warmup_min_lr", "warmup_min_ratio"):
+        if params.get(key):
+            draft.remarks.append(f"scheduler.params.{key}: {params[key]:g}; a recipe's warm-up starts from 0")
+    if params.get("last_batch_iteration", -1) >= 0:
+        draft.remarks.append("scheduler.params.last_batch_iteration: a recipe's schedule starts at its first step")
     if params.get("cos_min_ratio") is not None:
         draft.put("train", min_lr_ratio=min(params["cos_min_ratio"], 1.0))
     draft.remarks.append(
