@@ -22,6 +22,7 @@ from heavylift.data.samples import SampleSet
 from heavylift.data.tokenise import load_samples
 from heavylift.engine import Engine, build_optimizer, parameter_groups
 from heavylift.errors import UserError
+from heavylift.gloo_threads import wait_at_exit
 from heavylift.launch.cores import split_cores, threads_per_rank
 from heavylift.memory.activations import LayerShape, Recompute, Workload
 from heavylift.memory.boundaries import BoundaryStore
@@ -174,6 +175,7 @@ def start_process_group(ranks: Ranks) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=ranks.device, **more)
     else:
         dist.init_process_group("gloo", **more)
+    wait_at_exit()
 
 
 def prepare_head(model: nn.Module, config: TrainConfig, rank: int) -> None:
