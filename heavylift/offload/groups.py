@@ -98,7 +98,8 @@ class Group:
     def _settled(self) -> None:
         self.check_unwritten(_UNDER_WAY)
         for segment in self.segments:
-            segment.mark_seen()
+            if not isinstance(segment.param, DTensor):  # those are seen, by the check
+                segment.mark_seen()
 
     def check_unwritten(self, when: str) -> None:
         """Raises UserError, saying `when`, where somebody else has written a sharded parameter since the optimizer last
