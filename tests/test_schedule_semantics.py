@@ -21,6 +21,8 @@ from ranks.sharded import Setup, build, take_step
 from torch import nn
 
 from heavylift.config.schema import Schedule, Tier
+from heavylift.errors import UserError
+from heavylift.offload.groups import Group, make_group
 from heavylift.offload.optimizer import TieredAdamW
 from heavylift.offload.options import TieredOptions
 
@@ -92,6 +94,54 @@ def test_a_deferred_step_takes_the_learning_rate_of_step(odd_llama: Path) -> Non
 def test_a_step_taken_in_backward_refuses_a_later_learning_rate(schedule: str, odd_llama: Path) -> None:
     (message,) = run_on_ranks(1, error_of_job, late_lr_job, odd_llama, schedule)
     assert re.search(r"weight: its step was taken during backward with .*lr=0.01,.* asks for .*lr=0.001,", message)
+
+
+def grouped(name: str, **params: nn.Parameter) -> Group:
+    group = make_group(name, params.items())
+    assert group is not None
+    return group
+
+
+@pytest.mark.parametrize("schedule", ["immediate", "speculative"])
+def test_with_the_old_learning_rate_back_the_step_can_be_finished(schedule: str) -> None:
+    """Also where a group is ready in step() only, as one of its parameters has no gradient."""
+    runs = []
+    for name in ("synchronous", schedule):
+        early, late, unused = (nn.Parameter(torch.full((5,), float(i + 1))) for i in range(3))
+        groups = [grouped("early", early=early), grouped("late", late=late, unused=unused)]
+        options = TieredOptions(Tier.HOST, schedule=Schedule(name))
+        optimizer = TieredAdamW([early, late, unused], lr=1e-2, groups=groups, options=options)
+        for step in range(3):
+            (early.square().sum() + (late - step).square().sum()).backward()
+            if step == 1 and name != "synchronous":
+                optimizer.param_groups[0]["lr"] = 1.0
+                with pytest.raises(RuntimeError, match="early: its step was taken during backward"):
+                    optimizer.step()
+                optimizer.param_groups[0]["lr"] = 1e-2
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        runs.append([p.detach().clone() for p in (early, late, unused)])
+        optimizer.close()
+    assert all(same_bits(a, b) for a, b in zip(*runs, strict=True))
+    assert same_bits(runs[0][2], torch.full((5,), 3.0))
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
+def test_a_parameter_that_thaws_is_not_left_untrained_in_silence(tier: Tier) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    optimizer = TieredAdamW(model.parameters(), lr=1e-2, options=TieredOptions(tier))
+    before = copy.deepcopy(model.state_dict())
+    model[0].weight.requires_grad_(True)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(UserError, match=r"group 0: a parameter of shape \(2, 3\) was frozen .* is trainable now"):
+        optimizer.step()
+    assert all(same_bits(value, before[name]) for name, value in model.state_dict().items())
+    model[0].weight.requires_grad_(False)
+    model[1].bias.requires_grad_(False)  # the other way round is fine
+    optimizer.step()
+    optimizer.close()
 
 
 def error_of_job(job: Callable[..., Any], *args: Any) -> str:

@@ -27,7 +27,13 @@ from heavylift.offload.kernels import device_kernel, host_kernel
 from heavylift.offload.loss_scale_names import TellsLossScale
 from heavylift.offload.options import TieredOptions
 from heavylift.offload.overlap import OverlappedSteps
-from heavylift.offload.param_groups import can_be_taken_back, check_groups, check_hyperparameters
+from heavylift.offload.param_groups import (
+    can_be_taken_back,
+    check_groups,
+    check_hyperparameters,
+    check_still_frozen,
+    frozen_places,
+)
 from heavylift.offload.policy import SchedulePolicy
 from heavylift.offload.staging import StagingRing
 from heavylift.offload.state_dict import load_optimizer_state, optimizer_state_dict
@@ -85,6 +91,7 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
         """Called first in `zero_grad`: for who has gradients that have not come here yet."""
         self._grad_scale = 1.0
         trainable = [p for pg in self.param_groups for p in pg["params"] if p.requires_grad]
+        self._frozen = frozen_places(self.param_groups)
         self.groups: tuple[Group, ...] = tuple(plain_groups(trainable) if groups is None else groups)
         self._param_group_of = self._index_param_groups()
         self._process_groups = shard_process_groups(self.groups)
@@ -160,12 +167,14 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Norm, then every group by the schedule. Returns the closure's loss, if any.
 
-        Raises UserError for hyperparameters that AdamW cannot step with; RuntimeError after `close`, when the step
-        before failed on the worker, and when hyperparameters changed after a backward that had taken the step already.
+        Raises UserError for hyperparameters that AdamW cannot step with, and for a parameter that was frozen when it
+        was made and is not any more; RuntimeError after `close`, when the step before failed on the worker, and when
+        hyperparameters changed after a backward that had taken the step already.
         """
         if self._closed:
             raise RuntimeError("this optimizer is closed")
         check_hyperparameters(self.param_groups)
+        check_still_frozen(self._frozen)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -250,8 +250,14 @@ class OverlappedSteps:
             )
 
     def flush(self) -> None:
-        """After backward: groups of which a parameter got no gradient are as ready as they will be."""
+        """After backward: groups of which a parameter got no gradient are as ready as they will be.
+
+        Raises RuntimeError where a step taken in backward had other hyperparameters than it should have by now; with
+        the old ones back, the step can be finished.
+        """
         self._begin_once()
+        if self._speculating:
+            self._check_unchanged()  # before more groups take the new ones
         for index, group in enumerate(self._groups):
             state = self._state[group]
             if state.arrived and not state.ready:
@@ -280,12 +286,8 @@ class OverlappedSteps:
     def finish(self, coefficient: float, skip: bool) -> None:
         """The norm is known, after `prepare`: device parts are stepped here, host parts by the worker, in forward
         order.
-
-        Raises RuntimeError where a step taken in backward had other hyperparameters than it should have by now.
         """
-        if self._speculating:
-            self._check_unchanged()
-        else:
+        if not self._speculating:
             self._stepper.streams.step_after_current()  # parameters that come down may have been written meanwhile
         self._finish(coefficient, skip)
 

@@ -33,6 +33,24 @@ def check_hyperparameters(param_groups: Iterable[Mapping[str, Any]]) -> None:
             )
 
 
+def frozen_places(param_groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, torch.Tensor], ...]:
+    """(parameter group, parameter) of all that are not trained."""
+    return tuple(
+        (i, param) for i, group in enumerate(param_groups) for param in group["params"] if not param.requires_grad
+    )
+
+
+def check_still_frozen(frozen: Iterable[tuple[int, torch.Tensor]]) -> None:
+    """Raises UserError where one of `frozen_places` is trained by now: it has no states, and no step would reach it."""
+    for index, param in frozen:
+        if param.requires_grad:
+            raise UserError(
+                f"optimizer: parameter group {index}: a parameter of shape {tuple(param.shape)} was frozen when the "
+                "optimizer was made, which keeps no states for it, and is trainable now; make the optimizer while it "
+                "is (it may be frozen afterwards), or make a new one"
+            )
+
+
 def can_be_taken_back(param_groups: Iterable[Mapping[str, Any]]) -> bool:
     """Whether enough is left of the state before a step to find it again; see `heavylift.offload.correction`."""
     return all(
