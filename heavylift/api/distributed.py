@@ -12,18 +12,14 @@ import torch.distributed as dist
 
 from heavylift.config.words import shown
 from heavylift.errors import UserError
+from heavylift.gloo_threads import wait_at_exit
+from heavylift.launch.options import DEFAULT_PORT
+from heavylift.launch.surroundings import foreign_rank
 from heavylift.ranks import COLLECTIVE_TIMEOUT, Ranks
 
 logger = logging.getLogger(__name__)
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# (rank, world size, local rank, local world size) as other launchers name them
-_FOREIGN = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-)
-
 
 _cpu_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 """The default group, and the one made beside it."""
@@ -32,7 +28,7 @@ _cpu_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
+    distributed_port: int = DEFAULT_PORT,
     verbose: bool = True,
     timeout: timedelta = COLLECTIVE_TIMEOUT,
     init_method: str | None = None,
@@ -56,7 +52,7 @@ def init_distributed(
     if rank >= 0 and world_size > 0:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     if auto_mpi_discovery:
-        discover_ranks()
+        discover_ranks(distributed_port)
     alone = "WORLD_SIZE" not in os.environ and init_method is None
     if not alone:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
@@ -75,6 +71,7 @@ def init_distributed(
         dist.init_process_group(backend, init_method, rank=ranks.rank, world_size=ranks.world_size, **more)
     else:
         dist.init_process_group(backend, **more)
+    wait_at_exit()
     if verbose and ranks.rank == 0:
         logger.info("torch.distributed: %d ranks, %s", ranks.world_size, backend)
 
@@ -92,17 +89,19 @@ def _check_arguments(dist_backend: Any, timeout: Any, rank: int, world_size: int
         raise UserError(f"init_distributed: rank= should be below world_size={world_size}, got {rank}")
 
 
-def discover_ranks() -> None:
-    """Sets torchrun's variables from those of mpirun or srun where only those are there."""
+def discover_ranks(distributed_port: int = DEFAULT_PORT) -> None:
+    """Sets torchrun's variables from those of mpirun or srun where only those are there. Raises UserError for several
+    machines of an mpirun without MASTER_ADDR.
+    """
     if "WORLD_SIZE" in os.environ:
         return
-    for rank, world_size, local_rank, local_world_size in _FOREIGN:
-        if rank in os.environ and world_size in os.environ and os.environ[world_size] != "1":
-            os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ[rank], os.environ[world_size]
-            for ours, theirs in (("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_world_size)):
-                if os.environ.get(theirs, "").isdigit():
-                    os.environ.setdefault(ours, os.environ[theirs])
-            return
+    found = foreign_rank(os.environ)
+    if found is None or found.variables["WORLD_SIZE"] == "1":
+        return
+    if distributed_port != DEFAULT_PORT:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    for name, value in found.variables.items():
+        os.environ.setdefault(name, value)
 
 
 def _check_env(init_method: str | None) -> None:

@@ -28,6 +28,7 @@ from heavylift.config.words import shown
 from heavylift.errors import UserError
 from heavylift.launch.binding import bind_unless_bound
 from heavylift.launch.cores import split_cores
+from heavylift.launch.options import DEFAULT_PORT
 from heavylift.memory.plan import check_left_on
 from heavylift.memory.refusal import host_memory_for
 from heavylift.offload.formats import check_format
@@ -48,7 +49,7 @@ def initialize(
     model_parameters: Any = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
-    distributed_port: int = 29500,
+    distributed_port: int = DEFAULT_PORT,
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -72,7 +73,7 @@ def initialize(
     if training_data is not None:
         check_dataset("initialize: training_data=", training_data)
     module = check_model(model)
-    discover_ranks()
+    discover_ranks(distributed_port)
     given = find_config(args, config, config_params)
     settings = _read_settings(given)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)

@@ -39,7 +39,12 @@ def expand_nodes(text: str) -> list[str]:
 def job_port(environment: Mapping[str, str]) -> int:
     """A port that jobs which share a node do not share: from the job's number."""
     job = environment.get("SLURM_JOB_ID", "0")
-    return _PORT_BASE + (int(job) if job.isdecimal() else 0) % _PORT_RANGE
+    return port_of(int(job) if job.isdecimal() else 0)
+
+
+def port_of(job: int) -> int:
+    """The port of a job by its number."""
+    return _PORT_BASE + job % _PORT_RANGE
 
 
 def job_nodes(environment: Mapping[str, str]) -> list[str]:

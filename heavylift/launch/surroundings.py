@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from heavylift.errors import UserError
-from heavylift.launch.slurm import job_nodes, job_port
+from heavylift.launch.options import DEFAULT_PORT
+from heavylift.launch.slurm import job_nodes, job_port, port_of
 
-_DEFAULT_PORT = 29500  # torch's and DeepSpeed's
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -46,10 +47,11 @@ def surroundings(environment: Mapping[str, str] = os.environ) -> Rank | Node | N
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", local_world_size):
             _number(environment, name)
         return Rank("torchrun", variables)
-    if "OMPI_COMM_WORLD_SIZE" in environment:
-        return _mpi_rank(environment)
-    if "SLURM_PROCID" in environment and environment.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        return _slurm_step(environment)
+    mpi = _mpi_rank(environment)
+    if mpi is not None:
+        return mpi
+    if _in_step(environment):
+        return _slurm_node(environment) or _slurm_rank(environment)
     if "PET_NNODES" in environment and "PET_NODE_RANK" in environment:
         names = ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
         return _node("Kubernetes (PET_*)", environment, *names)
@@ -59,36 +61,71 @@ def surroundings(environment: Mapping[str, str] = os.environ) -> Rank | Node | N
     return None
 
 
-def _mpi_rank(environment: Mapping[str, str]) -> Rank:
-    """One process of Open MPI's mpirun."""
-    names = {"RANK": "RANK", "WORLD_SIZE": "SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
-    variables = {name: str(_number(environment, f"OMPI_COMM_WORLD_{theirs}")) for name, theirs in names.items()}
-    several = variables["WORLD_SIZE"] != variables["LOCAL_WORLD_SIZE"]
-    if several and not environment.get("MASTER_ADDR"):
+def foreign_rank(environment: Mapping[str, str]) -> Rank | None:
+    """The rank that mpirun or srun has made of this process; None if neither did."""
+    rank = _mpi_rank(environment)
+    if rank is None and _in_step(environment):
+        rank = _slurm_rank(environment)
+    return rank
+
+
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # Intel MPI's too
+
+
+def _mpi_rank(environment: Mapping[str, str]) -> Rank | None:
+    """One process of mpirun."""
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        names = _OPEN_MPI
+    elif environment.get("PMI_SIZE", "1") != "1" and ("MPI_LOCALRANKID" in environment or not _in_step(environment)):
+        names = _MPICH  # srun may set the first two
+    else:
+        return None
+    rank, world_size, local_rank, local_world_size = (_number(environment, name) for name in names)
+    if world_size != local_world_size and not environment.get("MASTER_ADDR"):
         raise UserError(
-            "mpirun on several machines: MASTER_ADDR is not set; add -x MASTER_ADDR=address of rank 0's host"
+            "mpirun on several machines: MASTER_ADDR is not set; set it to the address of rank 0's host, with "
+            "-x MASTER_ADDR=... (Open MPI) or -genv MASTER_ADDR ... (MPICH, Intel MPI)"
         )
-    variables["MASTER_ADDR"] = environment.get("MASTER_ADDR", "127.0.0.1")
-    variables["MASTER_PORT"] = environment.get("MASTER_PORT", str(_DEFAULT_PORT))
-    return Rank("mpirun", variables)
+    # two jobs on one machine need two ports
+    job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")
+    port = port_of(zlib.crc32(job.encode())) if job else DEFAULT_PORT
+    return _rank("mpirun", environment, (rank, world_size, local_rank, local_world_size), "127.0.0.1", port)
 
 
-def _slurm_step(environment: Mapping[str, str]) -> Rank | Node:
-    num_tasks, node = _number(environment, "SLURM_STEP_NUM_TASKS"), _number(environment, "SLURM_NODEID")
+def _in_step(environment: Mapping[str, str]) -> bool:
+    # a batch script without srun knows of the job's tasks, and is none of them
+    return "SLURM_PROCID" in environment and environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+
+
+def _slurm_node(environment: Mapping[str, str]) -> Node | None:
+    """Where there is a task per node."""
     nodes = job_nodes(environment)
-    addr = environment.get("MASTER_ADDR") or nodes[0]
-    port = _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else job_port(environment)
-    if num_tasks == len(nodes):
-        return Node("srun", node, len(nodes), addr, port)
-    variables = {
-        "RANK": str(_number(environment, "SLURM_PROCID")),
-        "WORLD_SIZE": str(num_tasks),
-        "LOCAL_RANK": str(_number(environment, "SLURM_LOCALID")),
-        "LOCAL_WORLD_SIZE": str(_tasks_here(environment.get("SLURM_STEP_TASKS_PER_NODE", ""), node)),
-        "MASTER_ADDR": addr,
-        "MASTER_PORT": str(port),
-    }
-    return Rank("srun", variables)
+    if _number(environment, "SLURM_STEP_NUM_TASKS") != len(nodes):
+        return None
+    addr, port = _master(environment, nodes[0], job_port(environment))
+    return Node("srun", _number(environment, "SLURM_NODEID"), len(nodes), addr, port)
+
+
+def _slurm_rank(environment: Mapping[str, str]) -> Rank:
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+    rank, num_tasks, local_rank = (_number(environment, name) for name in names)
+    here = _tasks_here(environment.get("SLURM_STEP_TASKS_PER_NODE", ""), _number(environment, "SLURM_NODEID"))
+    first = job_nodes(environment)[0]
+    return _rank("srun", environment, (rank, num_tasks, local_rank, here), first, job_port(environment))
+
+
+def _rank(who: str, environment: Mapping[str, str], place: Sequence[int], addr: str, port: int) -> Rank:
+    """`place`: rank, world size, and both on this machine."""
+    values = (*place, *_master(environment, addr, port))
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return Rank(who, {name: str(value) for name, value in zip(names, values, strict=True)})
+
+
+def _master(environment: Mapping[str, str], addr: str, port: int) -> tuple[str, int]:
+    """What the user has set comes first."""
+    given = _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else port
+    return environment.get("MASTER_ADDR") or addr, given
 
 
 def _tasks_here(text: str, node: int) -> int:
@@ -114,7 +151,7 @@ def _node(who: str, environment: Mapping[str, str], rank: str, count: str, addr:
         raise UserError(f"{who}: {rank}={environment[rank]}, but there are {num_nodes} nodes ({count}), counted from 0")
     if not environment.get(addr):
         raise UserError(f"{who}: {count}={num_nodes}, but {addr} is not set; set it to the first node's address")
-    node_port = _number(environment, port) if port in environment else _DEFAULT_PORT
+    node_port = _number(environment, port) if port in environment else DEFAULT_PORT
     return Node(who, _number(environment, rank), num_nodes, environment[addr], node_port)
 
 
