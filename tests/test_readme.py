@@ -69,8 +69,9 @@ def command_problems(words: list[str], readers_recipe: Path) -> Problems:
         markers = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         return [f"unknown marker {word}" for word in words[4:] if f'"{word}: ' not in markers]
     if words[1] == "-m":
-        module = ROOT / (words[2].replace(".", "/") + ".py")
-        return [] if module.is_file() else [f"{shlex.join(words)}: no module {words[2]}"]
+        module = ROOT / words[2].replace(".", "/")
+        found = module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
+        return [] if found else [f"{shlex.join(words)}: no module {words[2]}"]
     if words[0] == "pip":
         return [] if words[1:] == ["install", "-e", "."] else [f"unknown {shlex.join(words)}"]
     return [f"unknown command {shlex.join(words)}"]

@@ -1,8 +1,8 @@
 """A plain `import deepspeed` resolves to heavylift, so that scripts written for DeepSpeed run as they are.
 
     python -m heavylift.compat script.py --deepspeed ds_config.json
-    torchrun --nproc-per-node 4 -m heavylift.compat script.py ...    # mpirun, srun: python -m heavylift.compat script.py
-    heavylift launch --as-deepspeed --num_gpus 4 script.py ...       # as HEAVYLIFT_AS_DEEPSPEED=1 does, for the launcher
+    torchrun --nproc-per-node 4 -m heavylift.compat script.py ...    # mpirun, srun: python -m heavylift.compat
+    heavylift launch --as-deepspeed --num_gpus 4 script.py ...       # or with HEAVYLIFT_AS_DEEPSPEED=1
     import heavylift.compat; heavylift.compat.install()              # before the first import of deepspeed
 
 Names and modules are those of `heavylift/compat/deepspeed/`; what is not there raises ImportError and says what is.
