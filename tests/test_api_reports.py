@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from parity_api.small import warnings_of
 from ranks.pool import run_on_ranks
 from torch import nn
 
-from heavylift.api.reports import EngineReports, StepFacts
+import heavylift
+from heavylift.api.reports import EngineReports, StepFacts, check_reports
 from heavylift.config.deepspeed.settings import BatchSizes, FlopsProfilerSettings, MonitorSettings, Settings
+from heavylift.errors import UserError
 
 CPU = torch.device("cpu")
 PLAIN = Settings(batch=BatchSizes(train_batch=16, micro_batch=4, accumulation=2))
@@ -105,6 +109,33 @@ def test_flops_are_told_once_after_the_step_that_was_asked_for(tmp_path: Path) -
     assert "flops profile, step 3" in text
     # one micro-batch of 4 rows: 2 x 4 x (8 x 16 + 16)
     assert "forward FLOPs per process                 1.15 kFLOPS" in text, text
+
+
+def test_what_cannot_be_told_is_said_before_anything_is_built(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    asked = FlopsProfilerSettings(enabled=True, output_file=tmp_path / "file" / "profile.txt")
+    bad = replace(PLAIN, flops_profiler=asked, monitors=(MonitorSettings("mlflow", {}),))
+    with pytest.raises(UserError) as caught:
+        check_reports(bad)
+    monitor, profile = caught.value.problems
+    assert monitor.startswith("monitor mlflow: expected one of tensorboard, csv")
+    assert profile == (
+        f"flops_profiler.output_file: {tmp_path}/file/profile.txt cannot be written: Not a directory; change the path"
+    )
+    check_reports(replace(monitored(tmp_path), flops_profiler=replace(asked, output_file=tmp_path / "a" / "b.txt")))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+    with pytest.raises(UserError, match="cannot be written: Not a directory"):
+        heavylift.initialize(model=nn.Linear(2, 2), config=replace(bad, monitors=()))
+    dist.destroy_process_group()
+
+
+def test_a_profile_that_cannot_be_written_in_the_end_does_not_end_training(tmp_path: Path) -> None:
+    asked = FlopsProfilerSettings(enabled=True, profile_step=1, output_file=tmp_path / "profile.txt")
+    (tmp_path / "profile.txt").mkdir()
+    told = warnings_of(lambda: train(replace(PLAIN, flops_profiler=asked), 3))
+    assert told == [
+        f"flops_profiler.output_file: {tmp_path}/profile.txt cannot be written: Is a directory; change the path"
+    ]
 
 
 def test_other_ranks_open_and_tell_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

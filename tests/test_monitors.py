@@ -187,7 +187,8 @@ def test_a_missing_package_is_named(kind: str, package: str, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
-        MonitorMaster([MonitorSettings(kind, {}), file_monitor("csv", tmp_path)], enabled=True)
+        MonitorMaster([file_monitor("csv", tmp_path), MonitorSettings(kind, {})], enabled=True)
+    assert list(tmp_path.iterdir()) == [], "nothing was written for the others"
     assert caught.value.problems == (
         f"monitor {kind}: needs the package {package}, which is not installed; pip install {package}, "
         f"or switch {kind} off",
@@ -199,14 +200,16 @@ def test_all_bad_settings_are_told_at_once(tmp_path: Path) -> None:
     bad = [
         MonitorSettings("csv", {"output_dir": "x"}),
         MonitorSettings("mlflow", {}),
-        MonitorSettings("csv", {"output_path": str(tmp_path / "file")}),
+        file_monitor("csv", tmp_path),
     ]
     with pytest.raises(UserError) as caught:
         MonitorMaster(bad, enabled=True)
-    first, second, third = caught.value.problems
+    first, second = caught.value.problems
     assert first == "monitor csv: output_dir: not an option; did you mean output_path?"
     assert second == "monitor mlflow: expected one of tensorboard, csv, wandb, comet"
-    assert "cannot be made: Not a directory; change output_path or job_name" in third
+    assert not (tmp_path / "job").exists(), "the good one was not opened"
+    with pytest.raises(UserError, match="cannot be made: Not a directory; change output_path or job_name"):
+        MonitorMaster([file_monitor("csv", tmp_path / "file")], enabled=True)
 
 
 def test_a_sink_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from heavylift.api.optimizer_choice import OptimizerChoice, choose_optimizer, no
 from heavylift.api.owners import register_optimizer
 from heavylift.api.partition import mark_sharded
 from heavylift.api.prepare import TORCH_DTYPES, PreparedModel, check_model, prepare_model
+from heavylift.api.reports import check_reports
 from heavylift.api.torch_step import TorchStep
 from heavylift.config.deepspeed.settings import Settings
 from heavylift.config.deepspeed.sources import read_source
@@ -78,6 +79,8 @@ def initialize(
     settings = _read_settings(given)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     ranks = Ranks.here()
+    if ranks.rank == 0:
+        check_reports(settings)
     _bind_where_it_steps(settings, ranks)
     choice = choose_optimizer(module, optimizer, model_parameters, settings)
     names = [] if choice is None else choice.remember_names(module)

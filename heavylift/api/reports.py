@@ -8,9 +8,14 @@ The engine wraps its forward, backward and step in these methods and calls `micr
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +25,12 @@ from heavylift.api.flops_profiler import FlopsProfiler
 from heavylift.api.memory_usage import memory_line
 from heavylift.api.timers import Phase, ThroughputTimer, WallClockBreakdown, progress_line
 from heavylift.config.deepspeed.settings import BatchSizes, Settings
+from heavylift.config.run_folder import nearest_parent
+from heavylift.errors import UserError
 from heavylift.monitor.events import elapsed_events, step_events
-from heavylift.monitor.master import MonitorMaster
+from heavylift.monitor.master import MonitorMaster, check_monitors
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,36 @@ class _Sizes:
 
     def gradient_accumulation_steps(self) -> int:
         return self._batch.accumulation
+
+
+def check_reports(settings: Settings) -> None:
+    """Raises UserError, one line per problem, for what `settings` asks to be told and could not be. Opens nothing."""
+    problems: list[str] = []
+    try:
+        check_monitors(settings.monitors)
+    except UserError as error:
+        problems += error.problems
+    profile = settings.flops_profiler.output_file
+    if settings.flops_profiler.enabled and profile is not None:
+        problems += _file_problems(profile)
+    if problems:
+        raise UserError(*problems)
+
+
+def _file_problems(path: Path) -> list[str]:
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.exists():
+            with path.open("a"):
+                pass
+        else:
+            # really tried: permission bits say nothing to root, nor about read-only file systems
+            with tempfile.TemporaryFile(dir=nearest_parent(path)):
+                pass
+    except OSError as error:
+        return [f"flops_profiler.output_file: {path} cannot be written: {error.strerror}; change the path"]
+    return []
 
 
 class EngineReports:
@@ -157,13 +196,16 @@ class EngineReports:
         if self._profiler is None or not self._profiler.started:
             return
         asked = self._settings.flops_profiler
-        self._profiler.print_model_profile(
-            profile_step=step,
-            module_depth=asked.module_depth,
-            top_modules=asked.top_modules,
-            detailed=asked.detailed,
-            output_file=asked.output_file,
-        )
+        try:
+            self._profiler.print_model_profile(
+                profile_step=step,
+                module_depth=asked.module_depth,
+                top_modules=asked.top_modules,
+                detailed=asked.detailed,
+                output_file=asked.output_file,
+            )
+        except UserError as error:  # it could be written at the start; training goes on
+            logger.warning("%s", error)
         self._profiler.end_profile()
 
     def close(self) -> None:

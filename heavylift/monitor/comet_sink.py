@@ -43,7 +43,7 @@ class CometSink:
         online: bool | None = None,
         mode: str | None = None,
     ) -> None:
-        comet_ml = import_for("comet", "comet_ml")
+        comet_ml: Any = import_for("comet")
         self._throttle = SampleThrottle(samples_log_interval)
         try:
             self._experiment: Any = comet_ml.start(

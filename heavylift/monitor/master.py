@@ -14,7 +14,7 @@ from heavylift.errors import UserError
 from heavylift.monitor.comet_sink import CometSink
 from heavylift.monitor.csv_sink import CsvSink
 from heavylift.monitor.events import Event, Sink
-from heavylift.monitor.packages import one_line
+from heavylift.monitor.packages import import_for, one_line
 from heavylift.monitor.tensorboard_sink import TensorBoardSink
 from heavylift.monitor.wandb_sink import WandbSink
 
@@ -35,10 +35,9 @@ class MonitorMaster:
     def __init__(self, monitors: Sequence[MonitorSettings], enabled: bool) -> None:
         problems: list[str] = []
         self._sinks: dict[str, Sink] = {}
+        if enabled:
+            check_monitors(monitors)
         for settings in monitors if enabled else ():
-            problems += (wrong := _option_problems(settings))
-            if wrong:
-                continue
             try:
                 self._sinks[settings.kind] = SINKS[settings.kind](**settings.options)
             except UserError as error:
@@ -88,6 +87,22 @@ class MonitorMaster:
                     file=sys.stderr,
                     flush=True,
                 )
+
+
+def check_monitors(monitors: Sequence[MonitorSettings]) -> None:
+    """Raises UserError, one line per problem, for unknown kinds and options and for packages that are missing or
+    broken. Opens and writes nothing."""
+    problems: list[str] = []
+    for settings in monitors:
+        problems += (wrong := _option_problems(settings))
+        if wrong:
+            continue
+        try:
+            import_for(settings.kind)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
 
 
 def _option_problems(settings: MonitorSettings) -> list[str]:

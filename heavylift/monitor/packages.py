@@ -8,11 +8,16 @@ from types import ModuleType
 from heavylift.config.packages import NEEDS, missing_package
 from heavylift.errors import UserError
 
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
-def import_for(kind: str, module: str) -> ModuleType:
-    """Imports `module`. Raises UserError where its package is missing or broken."""
+
+def import_for(kind: str) -> ModuleType | None:
+    """Imports what this kind of monitor needs, None where it needs nothing. Raises UserError where the package is
+    missing or broken."""
+    if kind not in _MODULES:
+        return None
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(_MODULES[kind])
     except Exception as error:
         missing = missing_package(kind)
         why = "which is not installed" if missing else f"which cannot be imported ({one_line(error)})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from heavylift.monitor.events import Event
 from heavylift.monitor.folders import log_folder
@@ -16,7 +17,7 @@ class TensorBoardSink:
     """
 
     def __init__(self, output_path: str | None = "", job_name: str = "DeepSpeedJobName") -> None:
-        module = import_for("tensorboard", "torch.utils.tensorboard")
+        module: Any = import_for("tensorboard")
         self.folder = log_folder("tensorboard", output_path, job_name)
         self._writer = module.SummaryWriter(log_dir=str(self.folder))
 

@@ -29,7 +29,7 @@ class WandbSink:
         folder: Path | None = None,
         config: dict[str, Any] | None = None,
     ) -> None:
-        wandb = import_for("wandb", "wandb")
+        wandb: Any = import_for("wandb")
         self._owned = wandb.run is None
         self._run: Any = wandb.run
         if self._owned:
