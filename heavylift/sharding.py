@@ -14,13 +14,16 @@ weights must stay in one group (torch 2.13 raises, 2.11 silently unties them), s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from heavylift.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,41 @@ class ShardedModel:
     stage: int
     mesh: DeviceMesh
 
+    _versions: dict[int, int] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """Of gathered parameters that were written: the version that nothing is to be said about any more."""
+
     def reshard(self) -> None:
         """Frees gathered parameters. A forward without backward leaves groups gathered that are not resharded in
-        forward (the root; below stage 3 all), and the parameters of the module are then not the shards."""
+        forward (the root; below stage 3 all), and the parameters of the module are then not the shards.
+
+        Raises UserError, once, where somebody has written into gathered parameters since the last call.
+        """
+        written = self._written()
         for group in self.groups:
             assert isinstance(group.module, FSDPModule)
             group.module.reshard()
+        if written:
+            more = f" (and {len(written) - 1} more)" if len(written) > 1 else ""
+            raise UserError(
+                f"{written[0]}{more} was written while it was gathered for a forward, so this is lost; write inside of "
+                "zero.GatheredParameters(..., modifier_rank=0), or call engine.settle() before writing"
+            )
+
+    def _written(self) -> list[str]:
+        """FSDP2's own writes move no version."""
+        written = []
+        for param in (p for group in self.groups for p in fsdp_params(group.module)):
+            gathered = gathered_twin(param)
+            if gathered is None or gathered.is_inference():
+                continue  # nobody counts what is written into tensors of inference_mode
+            if gathered._version != self._versions.get(id(gathered), 0):
+                self.accept_write(gathered)
+                written.append(param._param_fqn or "a parameter")
+        return written
+
+    def accept_write(self, gathered: nn.Parameter) -> None:
+        """What has been written into a gathered parameter until now is in its shards, or has been told."""
+        self._versions[id(gathered)] = gathered._version
 
     def recover(self) -> bool:
         """After an exception inside of a forward: shards again, ready for the next. Gradients not yet reduced are lost.
@@ -62,14 +94,11 @@ class ShardedModel:
 
     def discard_unreduced(self) -> None:
         """Forgets the gradients that stages 0 and 1 keep whole on their rank until the last micro-batch."""
-        for group in self.groups:
-            assert isinstance(group.module, FSDPModule)
-            gathered = group.module._get_fsdp_state()._fsdp_param_group
-            for param in () if gathered is None else gathered.fsdp_params:
-                param.unsharded_accumulated_grad = None
-                unsharded = vars(param).get("_unsharded_param")  # made by the first forward
-                if unsharded is not None:
-                    unsharded.grad = None
+        for param in (p for group in self.groups for p in fsdp_params(group.module)):
+            param.unsharded_accumulated_grad = None
+            unsharded = gathered_twin(param)
+            if unsharded is not None:
+                unsharded.grad = None
 
     def set_last_micro_batch(self, is_last: bool) -> None:
         """Stages 0 and 1 reduce gradients and reshard parameters in the last micro-batch of a step only."""
@@ -79,6 +108,18 @@ class ShardedModel:
         assert isinstance(root, FSDPModule)
         root.set_requires_gradient_sync(is_last)
         root.set_reshard_after_backward(is_last)
+
+
+def fsdp_params(module: nn.Module) -> list[Any]:
+    """FSDP2's own records of the parameters that `module` gathers."""
+    assert isinstance(module, FSDPModule), f"{type(module)} is not under fully_shard"
+    group = module._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else list(group.fsdp_params)
+
+
+def gathered_twin(param: Any) -> nn.Parameter | None:
+    """What takes the place of a parameter (one of `fsdp_params`) while it is gathered; made by the first forward."""
+    return vars(param).get("_unsharded_param")
 
 
 def make_mesh(stage: int, device_type: str) -> DeviceMesh:

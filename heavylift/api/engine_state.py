@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from heavylift.api.dataloader import EngineDataLoader
 from heavylift.api.distributed import cpu_group
 from heavylift.api.forward_methods import gathered_around, is_users_method
+from heavylift.api.gathered import register_model
 from heavylift.api.loss_scale import LossScaler
 from heavylift.api.presence import GradientPresence
 from heavylift.api.torch_step import TorchStep
@@ -65,6 +66,7 @@ class EngineState(nn.Module):
         """What an exception has interrupted, where training cannot go on after it."""
         self.is_destroyed = False
         self._sharded = sharded
+        register_model(sharded)
         self._ranks = ranks
         self._batch = settings.batch
         self._cpu_group = cpu_group()
@@ -109,7 +111,8 @@ class EngineState(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's own names, as DTensors: this rank holds their shards."""
+        """The module's own names, as DTensors, of which this rank holds shards; between a forward and its backward
+        gathered ones are whole, and a loss may be made of them."""
         self.optimizer_settle()
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 

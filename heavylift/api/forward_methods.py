@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from heavylift.api.gathered import find_place
 from heavylift.errors import UserError
 
 _OTHERS = ("torch.", "transformers.", "transformers_modules.", "peft.")
@@ -45,6 +46,10 @@ def gathered_around(
         output = method(*args, **kwargs)
         written = [name for name, (param, version) in versions.items() if param._version != version]
         if written:
+            for name in written:
+                place = find_place(versions[name][0])
+                if place is not None:
+                    place.accept_write()
             raise UserError(
                 f"{method.__qualname__}: it writes into {', '.join(written[:3])}, which are gathered copies while the "
                 f"engine calls it, so this would be lost; call engine.module.{method.__name__}(), which sees the shards"

@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from heavylift.api.distributed import exchange_device
+from heavylift.api.gathered import Place, find_place
 from heavylift.api.owners import owner_of, states_of, write_weight
 from heavylift.api.partition import (
     ZeroParamStatus,
@@ -81,18 +83,43 @@ class GatheredParameters:
         self._opened: list[nn.Parameter] = []
         self._sharded: list[tuple[nn.Parameter, nn.Parameter]] = []
         """Parameters that are plain and whole now, each with the tensor that holds its DTensor meanwhile."""
+        self._places: dict[int, Place] = {}
+        """By the id of the given parameter: where an engine has it."""
+        self._versions: dict[int, int] = {}
 
     def __enter__(self) -> None:
+        found = [(param, find_place(param)) for param in self._params]
+        self._places = {id(param): place for param, place in found if place is not None}
+        self._check_idle()
         self._opened = open_whole(p for p in self._params if is_closed(p))
         for param in self._params:
-            if isinstance(param, DTensor):
+            place = self._places.get(id(param))
+            if place is not None and param is place.whole:
+                place.gather()  # what the last forward left, or was made to hold on to: whole as it is
+            elif isinstance(param, DTensor):
+                if place is not None:
+                    place.release()  # the module must show this very object
                 self._sharded.append((param, _make_whole(param)))
+        self._versions = {id(param): param._version for param in self._params if not param.is_inference()}
+
+    def _check_idle(self) -> None:
+        """Raises UserError for a write that a forward or backward under way would not see, or would see half of."""
+        if self._modifier_rank is not None and any(place.is_busy for place in self._places.values()):
+            raise UserError(
+                "GatheredParameters: with modifier_rank, in the middle of the forward or backward that uses these "
+                "parameters; write before or after it (an engine whose forward has failed may have to be made anew)"
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         writes = self._modifier_rank is not None and kind is None
+        written = self._written() if writes else set()
         sharded, self._sharded = self._sharded, []
+        gathered = [param for param in self._params if self._is_gathered(param)]
+        for param in gathered if writes else ():
+            dist.broadcast(param.detach(), src=self._modifier_rank)
+            _write_back(self._places[id(param)].shard, param.detach())
         for param, holder in reversed(sharded):
             whole = param.detach()
             if writes:
@@ -101,14 +128,37 @@ class GatheredParameters:
                 torch.utils.swap_tensors(param, holder)
             if writes:
                 _write_back(param, whole)
-        handled = {id(param) for param, _ in sharded} | {id(param) for param in self._opened}
+        for param in self._params:
+            place = self._places.get(id(param))
+            if place is not None:
+                place.release()  # the next forward gathers anew
+                if id(param) in written:
+                    place.count_write()
+                elif self._is_gathered(param):
+                    place.accept_write()
+        handled = {id(param) for param in (*gathered, *(param for param, _ in sharded), *self._opened)}
         if self._opened and kind is None and self._modifier_rank is not None:
             close_from(self._opened, self._modifier_rank)
         elif self._opened:
             close_discarding(self._opened)
-        self._opened = []
+        self._opened, self._places = [], {}
         if writes:
             self._agree([param for param in self._params if id(param) not in handled])
+
+    def _is_gathered(self, param: nn.Parameter) -> bool:
+        place = self._places.get(id(param))
+        return place is not None and param is place.whole
+
+    def _written(self) -> set[int]:
+        """Ids of the parameters that the modifying rank has written, known on all ranks. A collective."""
+        known = [p for p in self._params if id(p) in self._places]
+        if not known:
+            return set()
+        moved = [p._version != self._versions.get(id(p)) for p in known]
+        flags = torch.tensor(moved, dtype=torch.uint8, device=exchange_device(known[0].device))
+        assert self._modifier_rank is not None
+        dist.broadcast(flags, src=self._modifier_rank)
+        return {id(param) for param, flag in zip(known, flags.tolist(), strict=True) if flag}
 
     def _agree(self, params: list[nn.Parameter]) -> None:
         """Parameters that were whole before: where an engine or `zero.Init` has them, every rank must hold the same."""

@@ -11,11 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import BackwardCFunction
-from torch.distributed.fsdp import FSDPModule
 
-from heavylift.sharding import ShardedModel
+from heavylift.sharding import ShardedModel, fsdp_params, gathered_twin
 
 
 class LossSource:
@@ -55,19 +53,12 @@ class LossSource:
         the gathered ones, in whose places the shards are again after forward."""
         assert self._sharded is not None, "this engine is destroyed"
         found = {id(p) for p in self._sharded.module.parameters() if p.requires_grad}
-        for group in self._sharded.groups:
-            found |= {id(p) for p in _gathered(group.module) if p.requires_grad}
+        for param in (p for group in self._sharded.groups for p in fsdp_params(group.module)):
+            gathered = gathered_twin(param)
+            if gathered is not None and gathered.requires_grad:
+                found.add(id(gathered))
         return found
 
     def close(self) -> None:
         """Lets go of the model."""
         self._sharded = None
-
-
-def _gathered(module: nn.Module) -> list[nn.Parameter]:
-    """What FSDP2 has made to hold the gathered parameters of a module: nothing before the first time."""
-    if not isinstance(module, FSDPModule):
-        return []
-    group = module._get_fsdp_state()._fsdp_param_group
-    made = [] if group is None else [vars(param).get("_unsharded_param") for param in group.fsdp_params]
-    return [param for param in made if param is not None]

@@ -4,10 +4,11 @@
     safe_set_full_fp32_param(p, value)                  master and parameter
     m = safe_get_local_optimizer_state(p, "exp_avg")    this rank's shard, flat
 
-Parameters are those of `engine.module`, sharded or not. The *full* getters are collectives: every rank calls them, in
-the same order, and gets the whole tensor. The *full* setters take the whole tensor on every rank, the same on all.
-*local* ones neither communicate nor care what other ranks do. Getters return copies in float32; None where there is
-nothing: a frozen parameter, a gradient before backward or after the step, a moment of another optimizer.
+Parameters are those of `engine.module`, sharded or as a forward has left them gathered. The *full* getters are
+collectives: every rank calls them, in the same order, and gets the whole tensor. The *full* setters take the whole
+tensor on every rank, the same on all. *local* ones neither communicate nor care what other ranks do. Getters return
+copies in float32; None where there is nothing: a frozen parameter, a gradient before backward or after the step, a
+moment of another optimizer.
 
 A step on the host that is still under way is waited for. With the schedules `immediate` and `speculative` the step is
 taken during backward: between backward and `step()` getters of states then give the values after it, and setters raise
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from heavylift.api.gathered import find_place, shard_of
 from heavylift.api.gathering import WholeParameter
 from heavylift.api.owners import owner_of, states_of
 from heavylift.api.shards import gather, own_part
@@ -54,17 +56,17 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Sets the float32 value behind `param`, and `param` to its rounding. value: `param`'s shape, on every rank."""
-    _set_local(param, MASTER, own_part(param, value).reshape(-1))
+    _set_full(param, MASTER, value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Sets the gradient that the coming step will use. value: `param`'s shape, on every rank."""
-    _set_local(param, GRADIENT, own_part(param, value).reshape(-1))
+    _set_full(param, GRADIENT, value)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Sets the moment `exp_avg` or `exp_avg_sq`. value: `param`'s shape, on every rank."""
-    _set_local(param, _moment(param, optim_state_key), own_part(param, value).reshape(-1))
+    _set_full(param, _moment(param, optim_state_key), value)
 
 
 # ---- this rank's shard -----------------------------------------------------------------------------------------------
@@ -117,18 +119,19 @@ def safe_update_full_grad_vectorized(
 
 
 def _moment(param: nn.Parameter, key: str) -> str:
-    if states_of(param) is not None and key not in MOMENTS:
+    if states_of(_shard(param)) is not None and key not in MOMENTS:
         raise UserError(f"optim_state_key: expected one of {', '.join(MOMENTS)}, got {key!r}")
     return key
 
 
 def _get_full(param: nn.Parameter, name: str) -> torch.Tensor | None:
+    param = _shard(param)
     local = _get_local(param, name)
     return None if local is None else gather(param, local)
 
 
 def _get_local(param: nn.Parameter, name: str) -> torch.Tensor | None:
-    _check_sharded(param)
+    param = _shard(param)
     states = states_of(param)
     if states is not None:
         return states.read_grad() if name == GRADIENT else states.read(name)
@@ -138,14 +141,28 @@ def _get_local(param: nn.Parameter, name: str) -> torch.Tensor | None:
     return local_tensor(tensor).reshape(-1).float().cpu().clone().div_(_scale_of(param, name))
 
 
+def _set_full(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
+    param = _shard(param)
+    _set_local(param, name, own_part(param, value).reshape(-1))
+
+
 def _set_local(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
     """value: flat or not, this rank's elements."""
-    _check_sharded(param)
-    states = states_of(param)
+    param = _shard(param)
     value = value.detach().reshape(-1)
     num_expected = local_tensor(param).numel()
     if value.numel() != num_expected:
         raise UserError(f"value: expected this rank's {num_expected} elements, got {value.numel()}")
+    place = find_place(param) if name == MASTER else None
+    if place is not None:
+        place.prepare_write("safe_set_*_fp32_param")
+    _write(param, name, value)
+    if place is not None:
+        place.count_write()
+
+
+def _write(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
+    states = states_of(param)
     if states is not None:
         try:
             if name == GRADIENT:
@@ -189,9 +206,14 @@ def _scale_of(param: nn.Parameter, name: str) -> float:
     return owner.grad_scale if name == GRADIENT and isinstance(owner, TorchStep) else 1.0
 
 
-def _check_sharded(param: nn.Parameter) -> None:
+def _shard(param: nn.Parameter) -> nn.Parameter:
+    """What the optimizer knows of `param`, gathered by FSDP2 or not. Raises UserError for what is no parameter, and
+    inside of `GatheredParameters`."""
+    if not isinstance(param, nn.Parameter):
+        raise UserError(f"utils.safe_*: expected a parameter of the engine's module, got a {type(param).__name__}")
     if isinstance(param, WholeParameter):
         raise UserError(
             "utils.safe_*: the parameter is gathered by GatheredParameters; leave that context first, or use the "
             "parameter itself"
         )
+    return shard_of(param)

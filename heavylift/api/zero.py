@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 from heavylift.api.engine_state import EngineState
 from heavylift.api.gathering import GatheredParameters
 from heavylift.api.meta_weights import RandomWeights, set_weights_source
-from heavylift.api.owners import states_of
 from heavylift.api.zero_init import Init
 from heavylift.errors import UserError
 
@@ -65,10 +64,6 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     """
     module = model.module if isinstance(model, EngineState) else model
     wrapped = [m for m in module.modules() if isinstance(m, FSDPModule)]
-    for param in module.parameters():
-        states = states_of(param)
-        if states is not None:
-            states.group.gate.wait()  # at one rank FSDP2 gathers past the gate, and would take the step before
     reshards = [_reshards_after_forward(m) for m in wrapped]
     with torch.no_grad():
         for part in wrapped:
