@@ -189,12 +189,25 @@ def test_usage(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
             ({"RATIO": r}, f"RATIO: expected a number from 0 to 1, like 0.85, got '{r}'")
             for r in ("2", ".5", "1.", "0.", "half")
         ),
-        ({"OUTPUT_DIR": "/proc/no/folder"}, "OUTPUT_DIR: cannot make the folder '/proc/no/folder'"),
+        ({"OUTPUT_DIR": "file/run"}, "--output_dir file/run: cannot make the folder, as {file} is no folder or cannot"),
+        ({"OUTPUT_DIR": "/proc/no/folder"}, ""),  # who may try is root
     ],
 )
 def test_what_cannot_become_a_ds_config(env: dict[str, str], said: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
     run = finetune("superoffload", cwd=tmp_path, **env)
-    assert run.rc == 2 and run.stdout == "" and run.stderr == f"error: {said}\n"
+    assert run.rc == 2 and run.stdout == "" and run.stderr.startswith(f"error: {said.format(file=file)}")
+    assert run.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_wrong_switch_leaves_an_earlier_runs_ds_config(tmp_path: Path) -> None:
+    config = tmp_path / "runs" / "llama_3_3_70b_superoffload" / "ds_config.json"
+    config.parent.mkdir(parents=True)
+    config.write_text("{}")
+    run = finetune("superoffload", 2, "--lr", "-1", cwd=tmp_path)
+    assert (run.rc, run.stdout, run.stderr) == (2, "", "error: --lr -1: expected at least 0\n")
+    assert config.read_text() == "{}"
 
 
 def test_a_model_of_an_earlier_run_is_told_before_training(tmp_path: Path) -> None:
@@ -205,7 +218,7 @@ def test_a_model_of_an_earlier_run_is_told_before_training(tmp_path: Path) -> No
     assert "error: run/model: there already, from an earlier run; move it away, or choose another --output_dir" in (
         run.stderr
     )
-    assert list((tmp_path / "run" / "model").iterdir()) == []
+    assert list((tmp_path / "run").iterdir()) == [tmp_path / "run" / "model"]
 
 
 @pytest.mark.soak

@@ -1,15 +1,20 @@
-"""The switches of finetune.py, and the recipe that heavylift's data, schedule and metrics read them from."""
+"""The switches of finetune.py, and the recipe that heavylift's data, schedule and metrics read them from.
+
+As a program it only looks at them, without torch: finetune.sh asks before it writes anything.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
+import sys
 from pathlib import Path
 from typing import NoReturn
 
 import heavylift
 from heavylift.config.schema import DataConfig, ModelConfig, Recipe, TrainConfig
-from heavylift.errors import UserError
+from heavylift.errors import EXIT_USER_ERROR, UserError
 
 EXAMPLE_DATA = Path(__file__).resolve().parents[2] / "data" / "alpaca_small.jsonl"
 RANDOM_STEPS = 10
@@ -87,6 +92,24 @@ def _problems(args: argparse.Namespace) -> list[str]:
     return found
 
 
+def check_output(args: argparse.Namespace) -> None:
+    """Raises UserError where nothing can be written, and where what would be saved after training is there already,
+    from an earlier run."""
+    folder = Path(args.output_dir)
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise UserError(f"--output_dir {folder}: cannot make the folder, as {above} is no folder or cannot be written")
+    if (folder / "metrics.jsonl").is_dir():
+        raise UserError(f"--output_dir {folder}: metrics.jsonl in it is a folder; move it away")
+    wanted = {"model": args.save_model, "checkpoint": args.save_checkpoint}
+    there = [str(folder / name) for name, saves in wanted.items() if saves and (folder / name).exists()]
+    if there:
+        raise UserError(
+            f"{', '.join(there)}: there already, from an earlier run; move it away, or choose another --output_dir "
+            "(finetune.sh: OUTPUT_DIR)"
+        )
+
+
 def recipe_of(args: argparse.Namespace, *, has_weights: bool, has_tokenizer: bool, rows_per_step: int) -> Recipe:
     """What the switches mean in heavylift's own words. `rows_per_step`: sequences of one optimizer step, all ranks."""
     model = ModelConfig(
@@ -118,3 +141,12 @@ def recipe_of(args: argparse.Namespace, *, has_weights: bool, has_tokenizer: boo
         report_to=("wandb",) if args.use_wandb else (),
     )
     return Recipe(model=model, data=data, train=train)
+
+
+if __name__ == "__main__":
+    try:
+        check_output(parse_arguments())
+    except UserError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from arguments import parse_arguments, recipe_of
+from arguments import check_output, parse_arguments, recipe_of
 from data import fetch_dataset, has_tokenizer, make_plan
 from placement import Placement
 from pydantic import ValidationError
@@ -88,24 +88,6 @@ def main(argv: list[str] | None = None, machine: MachineMemory | None = None) ->
     save(engine, args, recipe, hf_config, tokenizer, say)
     engine.destroy()
     dist.destroy_process_group()
-
-
-def check_output(args: argparse.Namespace) -> None:
-    """Raises UserError where nothing can be written, and where what would be saved after training is there already,
-    from an earlier run."""
-    folder = Path(args.output_dir)
-    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise UserError(f"--output_dir {folder}: cannot make the folder, as {above} is no folder or cannot be written")
-    if (folder / "metrics.jsonl").is_dir():
-        raise UserError(f"--output_dir {folder}: metrics.jsonl in it is a folder; move it away")
-    wanted = {"model": args.save_model, "checkpoint": args.save_checkpoint}
-    there = [str(folder / name) for name, saves in wanted.items() if saves and (folder / name).exists()]
-    if there:
-        raise UserError(
-            f"{', '.join(there)}: there already, from an earlier run; move it away, or choose another --output_dir "
-            "(finetune.sh: OUTPUT_DIR)"
-        )
 
 
 def _silent(*_: Any, **__: Any) -> None:

@@ -55,11 +55,28 @@ else
     placement='"ratio": '$ratio
 fi
 
+config=$output_dir/ds_config.json
+switches=(
+    --deepspeed_config "$config"
+    --model_name "$model"
+    --output_dir "$output_dir"
+    --lr 1e-5
+    --warmup_ratio 0.05
+    --weight_decay 0.01
+    --max_length 4096
+    --num_train_epochs 1
+    --log_interval 1
+    --activation_checkpointing
+    "$@"
+)
+# where a switch is wrong nothing is written, least of all over an earlier run's file; a python3 without heavylift cannot
+# tell, and finetune.py will
+wrong=$(python3 "$here/arguments.py" "${switches[@]}" 2>&1 > /dev/null) || [[ $? -ne 2 ]] || { echo "$wrong" >&2; exit 2; }
+
 if ! mkdir -p "$output_dir" 2> /dev/null; then
     echo "error: OUTPUT_DIR: cannot make the folder '$output_dir'" >&2
     exit 2
 fi
-config=$output_dir/ds_config.json
 if ! : 2> /dev/null > "$config"; then
     echo "error: OUTPUT_DIR: cannot write the file '$config'" >&2
     exit 2
@@ -81,15 +98,4 @@ JSON
 launch=(heavylift launch)
 command -v heavylift > /dev/null || launch=(python3 -m heavylift launch)
 
-exec "${launch[@]}" --num_gpus "$num_gpus" --bind_cores_to_rank "$here/finetune.py" \
-    --deepspeed_config "$config" \
-    --model_name "$model" \
-    --output_dir "$output_dir" \
-    --lr 1e-5 \
-    --warmup_ratio 0.05 \
-    --weight_decay 0.01 \
-    --max_length 4096 \
-    --num_train_epochs 1 \
-    --log_interval 1 \
-    --activation_checkpointing \
-    "$@"
+exec "${launch[@]}" --num_gpus "$num_gpus" --bind_cores_to_rank "$here/finetune.py" "${switches[@]}"
