@@ -201,7 +201,12 @@ def test_the_cpu_steps_with_the_cores_of_its_rank() -> None:
             lambda p: optimizers.DeepSpeedCPUAdam(p, fp32_optimizer_states=False),
             "fp32_optimizer_states=False is not there",
         ),
-        (lambda p: optimizers.FusedAdam(p, lr=-1), "lr should be a number from 0 on, got -1"),
+        (lambda p: optimizers.FusedAdam(p, lr=-1), "parameter group 0: lr should be at least 0, got -1"),
+        (lambda p: optimizers.FusedAdam(p, lr="x"), "lr should be at least 0, got 'x'"),
+        (lambda p: optimizers.DeepSpeedCPUAdam(p, lr=None), "lr should be at least 0, got None"),
+        (lambda p: optimizers.DeepSpeedCPUAdam(p, eps=-1), "eps should be at least 0, got -1"),
+        (lambda p: optimizers.FusedAdam(p, betas=(0.9,)), "betas should be two numbers, at least 0 and below 1, got"),
+        (lambda p: optimizers.FusedAdam([{"params": p, "betas": 0.9}]), "betas should be two numbers"),
         (optimizers.DeepSpeedCPULion, "DeepSpeedCPULion is not supported; use FusedAdam"),
         (optimizers.DeepSpeedCPUAdagrad, "use torch.optim.Adagrad without offload"),
         (optimizers.FusedLamb, "FusedLamb is not supported"),
@@ -244,6 +249,25 @@ def test_estimates_are_those_of_the_plan(capsys: pytest.CaptureFixture[str]) -> 
     assert "1 node with 2 GPUs each; 1M parameters, 1M in the largest layer" in printed
     assert "2 nodes with 1 GPU each" in printed
     assert printed.count("offload_optimizer=cpu") == 3 and printed.count("offload_optimizer=none") == 3
+
+
+@pytest.mark.parametrize(
+    ("estimate", "message"),
+    [
+        (
+            lambda: estimators.estimate_zero3_model_states_mem_needs_all_live(nn.Linear(2, 2), num_gpus_per_node=0),
+            "num_gpus_per_node: expected a whole number ≥ 1, got 0",
+        ),
+        (lambda: estimators.estimate_zero2_model_states_mem_needs_all_cold(10, 1, 0), "num_nodes: expected a whole"),
+        (lambda: estimators.estimate_zero3_model_states_mem_needs(-1, 1), "total_params: expected a whole number ≥ 1"),
+        (lambda: estimators.estimate_zero2_model_states_mem_needs("8B"), "total_params: expected .* got '8B'"),
+        (lambda: estimators.estimate_zero3_model_states_mem_needs_all_live(3), "model: expected a torch.nn.Module"),
+    ],
+)
+def test_what_cannot_be_estimated_is_one_line(estimate: Any, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=message):
+        estimate()
+    assert capsys.readouterr().out == "", "no half of a table"
 
 
 def test_parameters_are_counted_once() -> None:

@@ -10,12 +10,16 @@ Parameters are not offloaded: the rows with `offload_param` are those without.
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from heavylift.api.partition import find_partition
 from heavylift.config.schema import Schedule, Tier
+from heavylift.config.words import shown
+from heavylift.errors import UserError
 from heavylift.memory.peak import GroupLoad
 from heavylift.memory.plan import MemoryPlan, make_plan
 from heavylift.offload.options import TieredOptions
@@ -40,6 +44,12 @@ def estimate_zero3_model_states_mem_needs(
 
     `cpu_offload_params` has no effect. Without `zero_init` every process holds the whole model at the start.
     """
+    _check_counts(
+        total_params=total_params,
+        largest_layer_params=largest_layer_params,
+        num_gpus_per_node=num_gpus_per_node,
+        num_nodes=num_nodes,
+    )
     num_gpus = num_gpus_per_node * num_nodes
     plan = _plan(3, total_params, largest_layer_params, num_gpus, cpu_offload)
     cpu = _host_bytes(plan, total_params, largest_layer_params if zero_init else total_params, num_gpus_per_node)
@@ -54,6 +64,7 @@ def estimate_zero2_model_states_mem_needs(
     additional_buffer_factor: float = 1.0,
 ) -> tuple[int, int]:
     """(bytes of host memory per node, bytes per GPU)."""
+    _check_counts(total_params=total_params, num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes)
     num_gpus = num_gpus_per_node * num_nodes
     # nothing is known of the layers: many small ones, of which all are gathered
     plan = _plan(2, total_params, max(1, total_params // 32), num_gpus, cpu_offload)
@@ -79,6 +90,12 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.0,
 ) -> None:
     """Prints a table for a model of this many parameters."""
+    _check_counts(
+        total_params=total_params,
+        largest_layer_params=largest_layer_params,
+        num_gpus_per_node=num_gpus_per_node,
+        num_nodes=num_nodes,
+    )
     _print_head(total_params, num_gpus_per_node, num_nodes, f", {largest_layer_params / 1e6:.0f}M in the largest layer")
     for offload in (True, False):
         for zero_init in (True, False):
@@ -108,6 +125,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> None:
     """Prints a table for a model of this many parameters."""
+    _check_counts(total_params=total_params, num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes)
     _print_head(total_params, num_gpus_per_node, num_nodes, "")
     for offload in (True, False):
         cpu, gpu = estimate_zero2_model_states_mem_needs(
@@ -117,7 +135,10 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 
 
 def count_params(model: nn.Module) -> tuple[int, int]:
-    """(all parameters, those of the module that owns most directly). Tied ones count once, sharded ones whole."""
+    """(all parameters, those of the module that owns most directly). Tied ones count once, sharded ones whole. Raises
+    UserError for anything but a module."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model: expected a torch.nn.Module, got {shown(model)}")
     total, largest = 0, 0
     seen: set[int] = set()
     for module in model.modules():
@@ -129,6 +150,12 @@ def count_params(model: nn.Module) -> tuple[int, int]:
                 total += _numel(param)
         largest = max(largest, own)
     return total, largest
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+            raise UserError(f"{name}: expected a whole number ≥ 1, got {shown(value)}")
 
 
 def _numel(param: torch.Tensor) -> int:

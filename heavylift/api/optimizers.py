@@ -22,6 +22,7 @@ from heavylift.launch.cores import split_cores
 from heavylift.memory.refusal import host_memory_for
 from heavylift.offload.optimizer import TieredAdamW
 from heavylift.offload.options import TieredOptions
+from heavylift.offload.param_groups import check_hyperparameters
 from heavylift.ranks import on_this_machine
 
 
@@ -41,21 +42,19 @@ class _Adam(torch.optim.Optimizer):
         amsgrad: bool,
         adam_w_mode: bool,
     ) -> None:
-        name = type(self).__name__
         if amsgrad:
-            raise UserError(f"{name}: amsgrad is not supported; leave it out")
-        if isinstance(lr, bool) or not lr >= 0:
-            raise UserError(f"{name}: lr should be a number from 0 on, got {lr!r}")
+            raise UserError(f"{type(self).__name__}: amsgrad is not supported; leave it out")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
-            "betas": tuple(betas),
+            "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "adam_w_mode": bool(adam_w_mode),
         }
         self._inner: torch.optim.Optimizer | None = None
         super().__init__(params, defaults)
+        check_hyperparameters(self.param_groups)
         self.adam_w_mode = int(adam_w_mode)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -25,12 +25,22 @@ def check_hyperparameters(param_groups: Iterable[Mapping[str, Any]]) -> None:
     construction, for what a learning-rate scheduler may set."""
     for index, group in enumerate(param_groups):
         for name in ("lr", "eps", "weight_decay"):
-            if not 0 <= float(group[name]) < math.inf:
-                raise UserError(f"optimizer: parameter group {index}: {name} should be at least 0, got {group[name]}")
-        if not all(0 <= beta < 1 for beta in group["betas"]):
+            if not _is_within(group[name], math.inf):
+                raise UserError(f"optimizer: parameter group {index}: {name} should be at least 0, got {group[name]!r}")
+        betas = group["betas"]
+        if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(_is_within(beta, 1) for beta in betas)):
             raise UserError(
-                f"optimizer: parameter group {index}: betas should be at least 0 and below 1, got {group['betas']}"
+                f"optimizer: parameter group {index}: betas should be two numbers, at least 0 and below 1, got "
+                f"{betas!r}"
             )
+
+
+def _is_within(value: Any, below: float) -> bool:
+    """Whether it is a number, a tensor of one element included, from 0 on."""
+    try:
+        return not isinstance(value, (bool, str)) and 0 <= float(value) < below
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def frozen_places(param_groups: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, torch.Tensor], ...]:

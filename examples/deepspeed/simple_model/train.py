@@ -73,6 +73,8 @@ def parse_arguments() -> argparse.Namespace:
     args = heavylift.add_config_arguments(parser).parse_args()
     if args.steps < 1:
         parser.error(f"argument --steps: expected a whole number from 1, got {args.steps}")
+    if not 0 <= args.seed < 2**32:
+        parser.error(f"argument --seed: expected a whole number from 0 below 2^32, got {args.seed}")
     return args
 
 
