@@ -14,8 +14,16 @@ from ranks.pool import run_on_ranks
 from torch import nn
 
 import heavylift
+from heavylift.api import activation_checkpointing as checkpointing
+from heavylift.api.recompute import recompute_layers
 from heavylift.api.reports import EngineReports, StepFacts, check_reports
-from heavylift.config.deepspeed.settings import BatchSizes, FlopsProfilerSettings, MonitorSettings, Settings
+from heavylift.config.deepspeed.settings import (
+    BatchSizes,
+    CheckpointingSettings,
+    FlopsProfilerSettings,
+    MonitorSettings,
+    Settings,
+)
 from heavylift.errors import UserError
 
 CPU = torch.device("cpu")
@@ -136,6 +144,20 @@ def test_a_profile_that_cannot_be_written_in_the_end_does_not_end_training(tmp_p
     assert told == [
         f"flops_profiler.output_file: {tmp_path}/profile.txt cannot be written: Is a directory; change the path"
     ]
+
+
+def recompute_job() -> list[str]:
+    """What a block that asks for recomputation says where nothing is recomputed by itself."""
+    asked = CheckpointingSettings(enabled=True)
+    told = warnings_of(lambda: recompute_layers(nn.Linear(2, 2), asked, CPU))
+    checkpointing.configure(None)  # as a script does whose forward recomputes
+    return told + warnings_of(lambda: recompute_layers(nn.Linear(2, 2), asked, CPU))
+
+
+def test_that_nothing_is_recomputed_is_said_once() -> None:
+    (told,), silent = run_on_ranks(2, recompute_job)
+    assert told.startswith("activation_checkpointing: the model is not one of transformers: recomputed is only")
+    assert silent == []
 
 
 def test_other_ranks_open_and_tell_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

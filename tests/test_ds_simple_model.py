@@ -25,6 +25,7 @@ def test_simple_model(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     losses = [float(value) for value in re.findall(r"^step \d+  loss (\S+)", run.stdout, re.MULTILINE)]
     assert len(losses) == 7 and losses[-1] < 0.2 * losses[0]
+    assert "activation_checkpointing: " not in run.stderr, "its forward recomputes by itself"
     assert re.findall(r"loss scale (\S+)", run.stdout)[-1] == "65536"
 
 
@@ -33,6 +34,10 @@ def test_simple_model(tmp_path: Path) -> None:
     [
         (["--steps", "0"], "argument --steps: expected a whole number from 1, got 0 (--help shows all)"),
         (["--steps", "x"], "argument --steps: invalid int value: 'x' (--help shows all)"),
+        (
+            ["--seed", "99999999999999999999999"],
+            "argument --seed: expected a whole number from 0 below 2^32",
+        ),
         (["--deepspeed_config", "none.json"], "none.json: no such file"),
     ],
 )

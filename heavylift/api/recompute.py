@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from heavylift.api.activation_checkpointing import is_configured
 from heavylift.config.deepspeed.settings import CheckpointingSettings
 from heavylift.memory.boundaries import BoundaryStore
 from heavylift.memory.checkpointing import checkpoint_layers
+from heavylift.ranks import Ranks
 from heavylift.sharding import layers_of
 
 logger = logging.getLogger(__name__)
@@ -38,10 +40,11 @@ def recompute_layers(model: nn.Module, settings: CheckpointingSettings, device: 
     inner = [m for m in model.modules() if is_hugging_face(m) and getattr(m, "supports_gradient_checkpointing", False)]
     layers = list(dict.fromkeys(layer for m in inner for layer in layers_of(m)))
     if not layers:
-        logger.warning(
-            "activation_checkpointing: the model is not one of transformers, so nothing is recomputed by itself; call "
-            "heavylift.checkpointing.checkpoint in its forward"
-        )
+        if not is_configured() and Ranks.here().rank == 0:  # a script that configures it calls it too
+            logger.warning(
+                "activation_checkpointing: the model is not one of transformers: recomputed is only what its forward "
+                "calls through heavylift.checkpointing.checkpoint"
+            )
         return []
     if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         return []  # the flag that transformers sets on its modules
