@@ -258,7 +258,7 @@ def test_convert_tells_of_keys_that_have_no_effect_beside_others(tmp_path: Path)
     config["optimizer"] = {"type": "AdamW", "params": {"adam_w_mode": False, "weight_decay": 0.1}}
     config["optimizer"]["params"]["bias_correction"] = False
     said = run("convert", write_config(tmp_path, config), "--model", "m", "--dataset", "d").stdout
-    assert "# - zero_optimization.offload_optimizer.pin_memory: staging buffers are page-locked" in said
+    assert "# - zero_optimization.offload_optimizer.pin_memory: no effect: staging buffers are page-locked" in said
     assert "# - optimizer.params.adam_w_mode: AdamW's decay is decoupled" in said and "cpuadam" not in said
     assert "# - optimizer.params.bias_correction: a recipe's AdamW corrects" in said
 

@@ -115,6 +115,10 @@ def test_nothing_is_concluded_from_a_key_that_is_wrong_itself() -> None:
             "zero_optimization.offload_optimizer.pin_memory: no effect: staging buffers are page-locked",
         ),
         (
+            zero(1, offload_optimizer={"device": "cpu", "super_offload": False}),
+            "zero_optimization.offload_optimizer.super_offload: no effect: device cpu always gets the overlapped step",
+        ),
+        (
             {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}},
             "optimizer.params.adam_w_mode: no effect: AdamW's decay is decoupled",
         ),
@@ -131,6 +135,11 @@ def test_nothing_is_concluded_from_a_key_that_is_wrong_itself() -> None:
 def test_what_is_possible_and_without_effect_is_a_note(config: dict[str, Any], note: str) -> None:
     notes = load_settings(BASE | config, 1).notes
     assert len(notes) == 1 and notes[0].startswith(note), notes
+
+
+def test_what_is_done_anyway_is_no_note() -> None:
+    config = BASE | zero(1, offload_optimizer={"device": "cpu", "pin_memory": True, "super_offload": True})
+    assert load_settings(config, 1).notes == ()
 
 
 def test_keys_with_the_same_reason_share_a_note() -> None:

@@ -151,10 +151,7 @@ NEEDED_BESIDE: dict[str, dict[str, Any]] = {
 SAID_TO_CHANGE_NOTHING = {
     "data_types.param_dtype",  # must agree with fp16 and bf16
     "gradient_allreduce_op",  # its other value is refused
-    "zero_optimization.offload_optimizer.pin_memory",
-    "zero_optimization.offload_optimizer.super_offload",
     "zero_optimization.cpu_offload_params",  # as offload_param, which has no effect
-    "zero_optimization.cpu_offload_use_pin_memory",
 }
 """Their text says so."""
 

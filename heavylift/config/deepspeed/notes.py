@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from heavylift.config.deepspeed.checks import OPTIMIZER_DEVICE, optimizer_device, optimizer_name, scheduler_name
+from heavylift.config.deepspeed.checks import OPTIMIZER_DEVICE, optimizer_name, scheduler_name
 from heavylift.config.deepspeed.keys import key_of
 from heavylift.config.deepspeed.own_checks import formats_without_effect, keys_without_effect
 from heavylift.config.deepspeed.reading import Reading
@@ -41,9 +41,6 @@ def without_effect(reading: Reading) -> dict[str, str]:
         found |= dict.fromkeys(keys, f"fp16.loss_scale {fp16.loss_scale:g} is a fixed factor")
     found |= dict.fromkeys(keys_without_effect(reading), f"{OPTIMIZER_DEVICE} is none")
     found |= formats_without_effect(reading)
-    pin = "zero_optimization.offload_optimizer.pin_memory"
-    if pin in given and optimizer_device(reading) == "cpu" and not zero.offload_optimizer.pin_memory:
-        found[pin] = "staging buffers are page-locked, exactly as large as needed"
     params = reading.params.get("optimizer")
     if isinstance(params, AdamParams) and not params.adam_w_mode:
         if optimizer_name(reading.config.optimizer.type) == OURS["adamw"]:

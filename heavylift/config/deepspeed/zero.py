@@ -14,6 +14,7 @@ Device = Literal["none", "cpu", "nvme"]
 
 _BUCKETS = "FSDP2 reduces and gathers layer by layer, each layer in one piece"
 _PREFETCH = "FSDP2 gathers one layer ahead of the one at work and frees each after use"
+_PINNED = "staging buffers are page-locked on a GPU, exactly as large as needed"
 
 
 class OffloadOptimizer(Block):
@@ -32,9 +33,7 @@ class OffloadOptimizer(Block):
     ] = "none"
     nvme_path: Annotated[str | None, no_effect(NOTHING_ON_NVME, agrees=("none", ""))] = None
     buffer_count: Annotated[Whole, Field(ge=1), no_effect("staging between the tiers is a ring of small buffers")] = 4
-    pin_memory: Annotated[
-        Switch, done("Staging buffers are page-locked on a GPU, exactly as large as needed; false changes nothing.")
-    ] = True
+    pin_memory: Annotated[Switch, no_effect(_PINNED, agrees=(True,))] = True
     pipeline_read: Annotated[Switch, no_effect(NOTHING_ON_NVME, agrees=(False,))] = False
     pipeline_write: Annotated[Switch, no_effect(NOTHING_ON_NVME, agrees=(False,))] = False
     fast_init: Annotated[Switch, no_effect(NOTHING_ON_NVME, agrees=(False,))] = False
@@ -43,7 +42,7 @@ class OffloadOptimizer(Block):
     ] = 1.0
     super_offload: Annotated[
         Switch,
-        done("Accepted; the overlapped step that it asks for is what `cpu` always gets, with clipping and exact."),
+        no_effect("device cpu always gets the overlapped step, with clipping and exact", agrees=(True,)),
     ] = False
     cpuadam_cores_perc: Annotated[
         Number, Field(gt=0, le=1), done("Share of the rank's CPU cores that step the host's states.")
@@ -204,6 +203,6 @@ class ZeroOptimization(Block):
             aliases=("cpu_offload_param",),
         ),
     ] = False
-    cpu_offload_use_pin_memory: Annotated[Switch, done("Old: `pin_memory` of both.", there="false (deprecated)")] = (
+    cpu_offload_use_pin_memory: Annotated[Switch, no_effect(_PINNED, agrees=(True,), there="false (deprecated)")] = (
         False
     )
