@@ -244,9 +244,9 @@ def test_the_files_are_what_the_module_says(tmp_path: Path) -> None:
 
 def lonely_job(folder: Path) -> str:
     """Rank 0 alone saves."""
-    from heavylift.api import engine_checkpoint
+    from heavylift.api import checkpoint
 
-    engine_checkpoint.ARRIVAL_TIMEOUT = timedelta(seconds=2)
+    checkpoint.ARRIVAL_TIMEOUT = timedelta(seconds=2)
     engine = make_engine(Case())
     message = message_of(lambda: engine.save_checkpoint(folder)) if dist.get_rank() == 0 else ""
     engine.destroy()

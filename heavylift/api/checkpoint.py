@@ -39,6 +39,8 @@ Saved = torch.Tensor | checkpoint_writer.Later
 LATEST = "latest"
 FORMAT = 1
 """Of the files above; raised when an old reader would misread them."""
+ARRIVAL_TIMEOUT = timedelta(minutes=10)
+"""For the slowest rank to come to a call that saves after the first."""
 
 
 def on_first_rank(action: Callable[[], T]) -> T:

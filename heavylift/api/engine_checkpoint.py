@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,11 @@ from heavylift.api.checkpoint_opening import open_on_all_ranks
 from heavylift.api.checkpoint_states import Shapes, load_states, restore_masters, saved_states, steps_taken
 from heavylift.api.engine_state import EngineState
 from heavylift.api.module_loading import load_module
-from heavylift.api.scalars import narrowed
+from heavylift.api.whole_state import whole_weights
 from heavylift.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-ARRIVAL_TIMEOUT = timedelta(minutes=10)
-"""For the slowest rank to come to save_checkpoint after the first."""
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -54,7 +51,7 @@ class EngineCheckpoint(EngineState):
         self.check_alive()
         folder = checkpoint.as_folder("save_checkpoint", save_dir)
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        checkpoint.await_all_ranks("save_checkpoint", self._cpu_group, ARRIVAL_TIMEOUT)
+        checkpoint.await_all_ranks("save_checkpoint", self._cpu_group, checkpoint.ARRIVAL_TIMEOUT)
         checkpoint.same_on_all_ranks("save_checkpoint", "tag", tag)
         checkpoint.check_tag("save_checkpoint", tag)
         extras = self._pack_extras(client_state)
@@ -246,21 +243,8 @@ class EngineCheckpoint(EngineState):
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
         """All weights whole, in the parameters' dtype, on the CPU of rank 0; None on the others. Tensor by tensor."""
         self.settle()
-        frozen = {id(p) for p in self.module.parameters() if not p.requires_grad}
-        result: dict[str, torch.Tensor] = {}
-        seen: dict[int, torch.Tensor] = {}
-        params = dict(self.module.named_parameters(remove_duplicate=False))
-        for name, tensor in self.module.state_dict().items():
-            source = params.get(name, tensor)
-            if exclude_frozen_parameters and id(source) in frozen:
-                continue
-            if id(source) not in seen:
-                whole = source.detach()
-                whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-                # ranks other than 0 keep nothing but the fact
-                seen[id(source)] = whole.cpu() if self.global_rank == 0 else whole.new_empty(0)
-            result[name] = seen[id(source)]
-        return narrowed(result, self.scalars) if self.global_rank == 0 else None
+        weights = whole_weights(self.module, self.scalars, exclude_frozen_parameters)
+        return weights if self.global_rank == 0 else None
 
     def save_16bit_model(
         self,

@@ -15,6 +15,7 @@ from heavylift.api.distributed import cpu_group
 from heavylift.api.forward_methods import gathered_around, is_users_method
 from heavylift.api.gathered import register_model
 from heavylift.api.loss_scale import LossScaler
+from heavylift.api.module_loading import accept_whole_tensors
 from heavylift.api.presence import GradientPresence
 from heavylift.api.torch_step import TorchStep
 from heavylift.config.deepspeed.settings import Precision, Settings
@@ -106,6 +107,7 @@ class EngineState(nn.Module):
         for module in self.module.modules():  # a part of the model may be saved and loaded alone; FSDP2 reshards it
             hook = settle if module is self.module else settle_optimizer
             hooks += [module.register_state_dict_pre_hook(hook), module.register_load_state_dict_pre_hook(hook)]
+            accept_whole_tensors(module)
         return hooks
 
     def named_parameters(

@@ -71,6 +71,14 @@ class Place:
         if self.is_gathered and not self.is_busy:
             self.module.reshard()
 
+    def show_plain(self, is_plain: bool) -> None:
+        """Whether `shard` is a plain whole tensor from now on. FSDP2 looks for its shard after every `load_state_dict`
+        of the module, which a script may call on one."""
+        if is_plain:
+            vars(self._param)["reset_sharded_param"] = lambda: None
+        else:
+            vars(self._param).pop("reset_sharded_param", None)
+
     def prepare_write(self, call: str) -> None:
         """Before `shard` is written. Raises UserError, with the name `call`, in the middle of forward or backward."""
         if self.is_busy:

@@ -99,6 +99,7 @@ class GatheredParameters:
             elif isinstance(param, DTensor):
                 if place is not None:
                     place.release()  # the module must show this very object
+                    place.show_plain(True)
                 self._sharded.append((param, _make_whole(param)))
         self._versions = {id(param): param._version for param in self._params if not param.is_inference()}
 
@@ -126,6 +127,8 @@ class GatheredParameters:
                 dist.broadcast(whole, src=self._modifier_rank)
             with torch.no_grad():
                 torch.utils.swap_tensors(param, holder)
+            if id(param) in self._places:
+                self._places[id(param)].show_plain(False)
             if writes:
                 _write_back(param, whole)
         for param in self._params:

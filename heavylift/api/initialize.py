@@ -20,6 +20,7 @@ from heavylift.api.optimizer_choice import OptimizerChoice, choose_optimizer, no
 from heavylift.api.owners import register_optimizer
 from heavylift.api.partition import mark_sharded
 from heavylift.api.prepare import TORCH_DTYPES, PreparedModel, check_model, prepare_model
+from heavylift.api.pretrained import gather_before_saving
 from heavylift.api.reports import check_reports
 from heavylift.api.torch_step import TorchStep
 from heavylift.config.deepspeed.settings import Settings
@@ -96,6 +97,7 @@ def initialize(
     scheduler = _make_scheduler(lr_scheduler, settings, step_optimizer)
     engine = Engine(prepared.sharded, step_optimizer, scheduler, settings, ranks)
     engine.scalars = prepared.scalars
+    gather_before_saving(module, prepared.scalars, is_sharded=settings.stage > 0)
     engine.config = {} if isinstance(given, Settings) else read_source(given).values
     if settings.stage == 3:
         mark_sharded(module.parameters())

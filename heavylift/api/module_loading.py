@@ -3,6 +3,9 @@
 Values may be whole tensors, the same on every rank, or DTensors: those that are sharded as the module is are taken as
 they lie, others are gathered. One tensor at a time, so that no rank holds more than it was given. Left out: files
 (`heavylift.api.engine_checkpoint`), and replacing the module's own tensors (`assign`).
+
+A script may also call `load_state_dict` of the module itself, or of a part of it: see `accept_whole_tensors`. Masters
+then start from the values as the parameters' dtype has them.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from heavylift.api.owners import write_weight
-from heavylift.api.shards import own_part
+from heavylift.api.shards import distribute_as, own_part
 from heavylift.config.words import shown
 from heavylift.errors import UserError
 
@@ -45,6 +48,28 @@ def load_module(
     for name, value in found.items():
         _write(module, name, own[name], value)
     return _IncompatibleKeys(missing, unknown)
+
+
+def accept_whole_tensors(module: nn.Module) -> None:
+    """Makes `module.load_state_dict` take whole tensors, the same on every rank, for the sharded parameters that lie in
+    `module` itself: each rank copies its part. Raises UserError for `assign=True`, which would replace the shards."""
+    shards = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+
+    def distribute(_: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *__: Any) -> None:
+        for name, param in shards.items():
+            value = state_dict.get(prefix + name)
+            if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor):
+                continue  # whole, inside of `GatheredParameters`; or missing
+            if metadata.get("assign_to_params_buffers"):
+                raise UserError("load_state_dict: assign=True would replace the sharded parameters; leave it out")
+            if not isinstance(value, DTensor):
+                value = value.reshape(param.shape) if value.ndim == 0 and param.numel() == 1 else value
+                if value.shape == param.shape:
+                    value = distribute_as(param, value)
+                state_dict[prefix + name] = value  # in the copy that `load_state_dict` has made
+
+    if shards:
+        module.register_load_state_dict_pre_hook(distribute)
 
 
 def _as_own(name: str, value: Any, scalars: frozenset[str]) -> Any:

@@ -41,10 +41,13 @@ def own_part(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """
     if whole.shape != param.shape:
         raise UserError(f"value: expected the whole parameter's shape {tuple(param.shape)}, got {tuple(whole.shape)}")
-    if not isinstance(param, DTensor):
-        return whole
+    return distribute_as(param, whole).to_local() if isinstance(param, DTensor) else whole
+
+
+def distribute_as(param: DTensor, whole: torch.Tensor) -> DTensor:
+    """`whole`, which every rank has, sharded as `param` is and on its device: no communication."""
     device = param.to_local().device
-    return distribute_tensor(whole.to(device), param.device_mesh, param.placements, src_data_rank=None).to_local()
+    return distribute_tensor(whole.to(device), param.device_mesh, param.placements, src_data_rank=None)
 
 
 def whole_value(param: nn.Parameter) -> torch.Tensor:
