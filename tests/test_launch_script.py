@@ -402,3 +402,12 @@ def test_a_mistake_on_the_command_line_is_exit_code_2_without_torch(tmp_path: Pa
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=command_env(), capture_output=True, text=True)
     assert done.stdout == "2 False\n"
     assert done.stderr == f"error: nothere.py: there is no such script (in {tmp_path})\n"
+
+
+def test_a_script_to_source_is_not_passed_over_on_one_machine(here: Here, tmp_path: Path) -> None:
+    ended = here("--num_gpus", "2", "--venv_script", "nope", "echo_it.py")
+    assert ended.rc == 2 and ended.err == (
+        "error: --venv_script nope: sourced before a launcher that ssh or srun starts, and this run starts none; leave "
+        "it out, and source it before this command\n"
+    )
+    assert not (tmp_path / "rank0.json").exists()

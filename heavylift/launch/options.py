@@ -225,7 +225,7 @@ def _add_nodes(parser: _Parser) -> None:
     add("no_ssh_check", action="store_true", help="do not try ssh to every host first")
     add("ssh_port", type=int, help="port of the hosts' ssh servers")
     add("force_multi", action="store_true", help="use ssh even for a single host")
-    add("venv_script", help="sourced on every host before anything runs")
+    add("venv_script", help="sourced on every host that ssh or srun starts a launcher on, before it")
     parser.add_argument("--world_info", help=argparse.SUPPRESS)
 
 

@@ -106,6 +106,11 @@ def _start(options: LaunchOptions, ours: bool) -> int:
 
 def start_node(options: LaunchOptions, place: NodePlace, is_part: bool = False) -> int:
     """Starts this machine's ranks and waits. `is_part`: another launcher has started this one. Raises UserError."""
+    if options.venv_script is not None:
+        raise UserError(
+            f"--venv_script {options.venv_script}: sourced before a launcher that ssh or srun starts, and this run "
+            "starts none; leave it out, and source it before this command"
+        )
     gpus = gpu_count()
     _check_slots(place, gpus)
     num_ranks = len(place.slots)
