@@ -405,9 +405,10 @@ def test_a_mistake_on_the_command_line_is_exit_code_2_without_torch(tmp_path: Pa
 
 
 def test_a_script_to_source_is_not_passed_over_on_one_machine(here: Here, tmp_path: Path) -> None:
-    ended = here("--num_gpus", "2", "--venv_script", "nope", "echo_it.py")
-    assert ended.rc == 2 and ended.err == (
-        "error: --venv_script nope: sourced before a launcher that ssh or srun starts, and this run starts none; leave "
-        "it out, and source it before this command\n"
+    with pytest.raises(UserError) as raised:
+        here("--num_gpus", "2", "--venv_script", "nope", "echo_it.py")
+    assert str(raised.value) == (
+        "--venv_script nope: sourced before a launcher that ssh or srun starts, and this run starts none; leave it "
+        "out, and source it before this command"
     )
     assert not (tmp_path / "rank0.json").exists()
