@@ -175,9 +175,7 @@ def _has_syntax_error(text: str, place: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"a": 1, "a": 2}', "a: given twice in one block; remove one (line 1)"),
-        ('{"b": {"a": 1, // x\n "a": 2}}', "a: given twice in one block; remove one (lines 1 and 2)"),
-        ('{"b": {"a": 1,\n "a": 2}, "a": 3}', "a: given twice in one block; remove one"),
+        ('[{"a": 1, "a": 2}]', "a: given twice in one block; remove one"),
         ("", "is empty; expected a ds_config.json"),
         ("// nothing\n", "is empty; expected a ds_config.json"),
         ("[1]", "expected a mapping ({...}), got a list"),
@@ -191,6 +189,24 @@ def test_other_bad_texts(text: str, said: str) -> None:
         parse_json(text, "ds.json")
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith("ds.json: ") and said in caught.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": 1, "a": 2}', "ds.json:1: a: given twice in one block, first on line 1; remove one"),
+        ('{"b": {"a": 1, // x\n "a": 2}}', "ds.json:2: b.a: given twice in one block, first on line 1; remove one"),
+        (
+            '{"a": {"x": 1},\n "b": {"x": 1,\n "c": [1, {"x": 2}],\n "x": 2}, "x": 3}',
+            "ds.json:4: b.x: given twice in one block, first on line 2; remove one",
+        ),
+        ('{"b": {"a": 1},\n\n"b": {"a": 1}}', "ds.json:3: b: given twice in one block, first on line 1; remove one"),
+    ],
+)
+def test_a_key_given_twice_is_told_with_its_block_and_its_lines(text: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_json(text, "ds.json")
+    assert str(caught.value) == said
 
 
 def test_what_cannot_be_opened(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from heavylift.config.deepspeed.places import find_twice
 from heavylift.config.words import named, shown
 from heavylift.errors import UserError
 
@@ -37,7 +38,6 @@ class _Duplicate(ValueError):
 
     def __init__(self, key: str) -> None:
         super().__init__(f"{named(key)}: given twice in one block; remove one")
-        self.key = key
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _parse(text: str, source: str) -> tuple[dict[str, Any], str | None]:
     try:
         value = json.loads(plain, object_pairs_hook=_unique)
     except _Duplicate as error:
-        raise UserError(f"{source}: {error}{_two_lines(plain, error.key)}") from None
+        raise UserError(_twice(source, plain, error)) from None
     except json.JSONDecodeError as error:
         value, is_json = _parse_hjson(text, source, error), False
     except RecursionError:
@@ -157,13 +157,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _two_lines(text: str, key: str) -> str:
-    """` (lines 2 and 7)` where JSON has the key twice in all; nothing where other blocks have it too."""
-    places = [m.start() for m in re.finditer(re.escape(json.dumps(key)) + r"\s*:", text)]
-    if len(places) != 2:
-        return ""
-    first, second = (text.count("\n", 0, place) + 1 for place in places)
-    return f" (line {first})" if first == second else f" (lines {first} and {second})"
+def _twice(source: str, plain: str, error: _Duplicate) -> str:
+    """The message on a key that stands twice in one block, at the second place where that is known."""
+    found = find_twice(plain)
+    if found is None:
+        return f"{source}: {error}"
+    path, first, second = found
+    return f"{source}:{second}: {path}: given twice in one block, first on line {first}; remove one"
 
 
 def _without_comments(text: str) -> str:
