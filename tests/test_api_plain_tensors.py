@@ -144,6 +144,50 @@ def test_what_does_not_fit_is_what_torch_says() -> None:
         assert 'Unexpected key(s) in state_dict: "unknown"' in unknown
 
 
+# ---- what docs/deepspeed.md says of other habits ------------------------------------------------------------------
+
+
+def habits_job(stage: int) -> dict[str, Any]:
+    from heavylift.compat.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+
+    torch.manual_seed(0)
+    engine, found, x = make(Net(), stage), {}, torch.linspace(0, 1, 20).view(4, 5)
+    engine.settle()
+    ema = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    plain_ema = weights(engine)
+    for _ in range(3):
+        step(engine)
+        now = weights(engine)
+        with torch.no_grad():
+            for name, param in engine.module.named_parameters():
+                ema[name].lerp_(param, 0.1)
+                plain_ema[name].lerp_(now[name], 0.1)
+    engine.load_state_dict({**engine.state_dict(), **ema})
+    found["average"] = same(weights(engine), plain_ema)
+    plain = Net()
+    plain.load_state_dict(clone_tensors_for_torch_save(engine.module.state_dict()))
+    with torch.no_grad():
+        found["copied"] = float(plain(x)) == float(engine(x))
+    largest = [p.detach().full_tensor().abs().max().item() for p in engine.module.parameters()]
+    found["largest"] = largest == [p.detach().abs().max().item() for p in plain.parameters()]
+    with heavylift.zero.unwrap_model_for_generation(engine) as model, torch.no_grad():
+        if dist.get_rank() == 0:
+            found["alone"] = [float(model(x)) for _ in range(2)] == [float(plain(x))] * 2
+    if stage == 0 and dist.get_rank() == 0:
+        engine.eval()
+        with torch.no_grad():
+            found["alone in stage 0"] = [float(engine(x)) for _ in range(2)] == [float(plain(x))] * 2
+    step(engine.train())
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_habits_as_the_docs_have_them(stage: int) -> None:
+    first, second = run_on_ranks(2, habits_job, stage)
+    assert first.keys() - second.keys() == {"alone"} | ({"alone in stage 0"} if stage == 0 else set())
+    assert all(first.values()) and all(second.values()), (first, second)
+
+
 # ---- save_pretrained ------------------------------------------------------------------------------------------------
 
 
