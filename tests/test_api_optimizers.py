@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -151,6 +152,25 @@ def test_some_parameters_other_classes_and_no_optimizer() -> None:
     assert result["none"] is None
     assert result["message"].startswith("step: there is no optimizer; add an `optimizer` block")
     assert torch.allclose(*result["loss"])
+
+
+def scheduler_of_the_client_job() -> list[str]:
+    """Python's warnings while a scheduler over the script's own AdamW steps."""
+    model = make_branches()
+    optimizer = adamw(model.parameters())
+    scheduler = halving(optimizer)
+    config = ds_config(Case("branches", 2, "cpu"), dist.get_world_size())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        engine, *_ = heavylift.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+        train(engine, "branches", "fp32", 1)
+        assert engine.get_lr()[0] < 1e-2
+        engine.destroy()
+    return [str(one.message) for one in told if "lr_scheduler" in str(one.message)]
+
+
+def test_torch_does_not_warn_of_the_order_of_a_schedulers_steps() -> None:
+    assert run_on_ranks(1, scheduler_of_the_client_job)[0] == []
 
 
 def adam_of_the_file_job() -> dict[str, Any]:

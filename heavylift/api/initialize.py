@@ -248,6 +248,10 @@ def _make_scheduler(client: Any, settings: Settings, optimizer: torch.optim.Opti
         is_maker = callable(client) and not isinstance(client, torch.optim.lr_scheduler.LRScheduler)
         scheduler = client(optimizer) if is_maker else client
         _check_scheduler(scheduler, optimizer)
+        own = getattr(scheduler, "optimizer", None)
+        if isinstance(own, torch.optim.Optimizer) and own is not optimizer:
+            # ours steps in its place, always before the scheduler: else torch warns of the wrong order
+            own._opt_called = True  # type: ignore[attr-defined]
         return scheduler
     if settings.scheduler is None:
         return None
