@@ -301,7 +301,7 @@ def plain(*dtypes: torch.dtype) -> list[nn.Parameter]:
         ({"lr": math.nan}, "parameter group 0: lr should be at least 0, got nan"),
         ({"eps": -1e-8}, "parameter group 0: eps should be at least 0, got -1e-08"),
         ({"weight_decay": -0.1}, "parameter group 0: weight_decay should be at least 0, got -0.1"),
-        ({"betas": (0.9, 1.0)}, r"parameter group 0: betas should be two numbers, at least 0 and below 1, got \(0.9, 1.0\)"),
+        ({"betas": (0.9, 1.0)}, r"group 0: betas should be two numbers, at least 0 and below 1, got \(0.9, 1.0\)"),
     ],
 )
 def test_hyperparameters_are_checked_at_construction_and_before_each_step(asked: dict[str, Any], said: str) -> None:
