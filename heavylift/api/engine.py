@@ -6,10 +6,10 @@ from typing import Any
 
 from heavylift.api.engine_checkpoint import EngineCheckpoint
 from heavylift.api.engine_info import EngineInfo
-from heavylift.api.engine_steps import EngineSteps
+from heavylift.api.engine_offload import EngineOffload
 
 
-class Engine(EngineSteps, EngineInfo, EngineCheckpoint):
+class Engine(EngineOffload, EngineInfo, EngineCheckpoint):
     """Trains a sharded model: `engine(batch)`, `engine.backward(loss)`, `engine.step()`.
 
     An `nn.Module` around the user's, which is `engine.module`; what the engine does not have is looked up there.

@@ -58,6 +58,7 @@ class HostSlab:
         Raises MemoryError when the mapping or the page-locking is refused.
         """
         self.num_bytes = whole_pages(num_bytes)
+        self.is_pinned = pinned
         self._used_bytes = 0
         try:
             self._map = _Mapping(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
