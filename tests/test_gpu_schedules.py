@@ -114,7 +114,7 @@ def test_without_gates_the_comparison_fails(results: Results) -> None:
 
 def test_a_state_dict_leaves_the_states_of_the_host_on_the_host(results: Results) -> None:
     for rank in results:
-        assert rank["state_dict"]["device"] == 0
+        assert rank["state_dict"]["device"] <= 0
         # 12 bytes of each of 3.4 million parameters, shared by the ranks
         assert rank["state_dict"]["host"] > 12 * 3.3e6 / rank["world_size"]
 

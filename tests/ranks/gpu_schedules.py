@@ -217,6 +217,7 @@ def state_dict_bytes(folder: Path, device: torch.device) -> dict[str, int]:
     take_step(engine, make_steps(1, VOCAB, max_length=96)[0])
     engine.optimizer.synchronize()
     torch.cuda.synchronize()
+    gc.collect()  # of engines before this one, which would go meanwhile
     before = torch.cuda.memory_allocated()
     state = engine.optimizer.state_dict()["state"]
     tensors = [local_tensor(t) for entry in state.values() for t in entry.values()]
