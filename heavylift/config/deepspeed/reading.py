@@ -353,7 +353,7 @@ def _unknown(name: Any, block: type[Block], prefix: str) -> str:
         return f"unknown key; did you mean {' or '.join(owners[:3])}?"
     if match:
         return f"unknown key; did you mean {prefix}{match}?"
-    few = list(block.model_fields)
+    few = [one for one, field in block.model_fields.items() if key_of(field).status is not Status.REFUSED]
     listed = ", ".join(few) if len(few) <= 14 else "docs/deepspeed_config.md"
     return f"unknown key; remove it (known: {listed})"
 
