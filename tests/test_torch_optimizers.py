@@ -112,6 +112,34 @@ def test_every_class_steps_as_plain_torch(world_size: int, stage: int) -> None:
         assert difference < 1e-6, case  # gradients of two halves add up in another order
 
 
+def adagrad_states_job(way: str) -> dict[str, Any]:
+    """What Adagrad's states are before the first step, where the parameters are bfloat16."""
+    model = make_model()
+    config: dict[str, Any] = BASE | {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    arguments, client = {"initial_accumulator_value": 0.5}, None
+    if way == "file":
+        config["optimizer"] = {"type": "Adagrad", "params": arguments}
+    else:
+        client = torch.optim.Adagrad(model.parameters(), **arguments)
+    engine, optimizer, *_ = heavylift.initialize(model=model, optimizer=client, config=config)
+    states = optimizer.state
+    sums = [state["sum"] for state in states.values()]
+    stepped = {id(optimizer.master_of(param)) for param in engine.module.parameters()}
+    found = {
+        "of the masters": {id(param) for param in states} == stepped,
+        "dtypes": {one.dtype for one in sums},
+        "start": {value for one in sums for value in one.full_tensor().flatten().tolist()},
+    }
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("way", ["file", "object"])
+def test_adagrads_states_are_those_of_the_masters(way: str) -> None:
+    found = run_on_ranks(2, adagrad_states_job, way)[0]
+    assert found == {"of the masters": True, "dtypes": {torch.float32}, "start": {0.5}}
+
+
 def refused_objects_job() -> dict[str, str]:
     """What initialize() says to objects that cannot step shards."""
     kinds: dict[str, Any] = {

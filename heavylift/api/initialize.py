@@ -16,7 +16,7 @@ from heavylift.api.dataloader import EngineDataLoader, check_dataset
 from heavylift.api.distributed import discover_ranks, init_distributed
 from heavylift.api.engine import Engine
 from heavylift.api.memory_check import OFFLOAD, check_memory
-from heavylift.api.optimizer_choice import OptimizerChoice, choose_optimizer, note_on
+from heavylift.api.optimizer_choice import OptimizerChoice, choose_optimizer, note_on, renew_states
 from heavylift.api.owners import register_optimizer
 from heavylift.api.partition import mark_sharded
 from heavylift.api.prepare import TORCH_DTYPES, PreparedModel, check_model, prepare_model
@@ -176,6 +176,7 @@ def build_optimizer(
             assert choice.make is not None
             inner = choice.make(choice.param_groups)
         step = TorchStep(inner, settings.gradient_clipping)
+        renew_states(inner)
         if settings.state_format is not StateFormat.FP32 and ranks.rank == 0:
             keys = "heavylift.state_format"
             if settings.state_format is StateFormat.BF16:

@@ -127,6 +127,15 @@ def _has_stepped(client: torch.optim.Optimizer) -> bool:
     return any(float(state.get("step", 1)) != 0 for state in client.state.values())
 
 
+def renew_states(optimizer: torch.optim.Optimizer) -> None:
+    """Of the parameters that it steps now: Adagrad makes its states when it is made, before there are masters."""
+    if isinstance(optimizer, torch.optim.Adagrad):
+        start = optimizer.defaults["initial_accumulator_value"]
+        fresh = torch.optim.Adagrad(optimizer.param_groups, initial_accumulator_value=start)
+        optimizer.state.clear()
+        optimizer.state.update(fresh.state)
+
+
 def _from_settings(
     model: nn.Module, model_parameters: Any, settings: OptimizerSettings, offloads: bool
 ) -> OptimizerChoice:
