@@ -61,8 +61,9 @@ class ShardedModel:
         if written:
             more = f" (and {len(written) - 1} more)" if len(written) > 1 else ""
             raise UserError(
-                f"{written[0]}{more} was written while it was gathered for a forward, so this is lost; write inside of "
-                "zero.GatheredParameters(..., modifier_rank=0), or call engine.settle() before writing"
+                f"{written[0]}{more} was written while it was gathered for a forward, by it or after it, so this is "
+                "lost; write inside of zero.GatheredParameters(..., modifier_rank=0), or call engine.settle() before "
+                "writing"
             )
 
     def _written(self) -> list[str]:

@@ -271,8 +271,30 @@ def test_a_write_that_would_be_lost_is_named(stage: int) -> None:
         assert found["once"] == 2
         for what in ("step", "settle", "state_dict"):
             assert found[what].startswith(
-                "head.weight was written while it was gathered for a forward, so this is lost"
+                "head.weight was written while it was gathered for a forward, by it or after it, so "
             )
+
+
+class Renormed(nn.Module):
+    """Its forward writes its weight: torch keeps what it has written, and steps from there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5, max_norm=0.5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embed(ids).square().mean()
+
+
+def forward_writes_job() -> str:
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+    engine = heavylift.initialize(model=Renormed(), config=config)[0]
+    engine.backward(engine(torch.arange(4)))
+    return message_of(engine.step)
+
+
+def test_a_forward_that_writes_its_weights_is_named() -> None:
+    assert run_on_ranks(1, forward_writes_job)[0].startswith("embed.weight was written while it was gathered for a")
 
 
 # ---- what is no parameter -------------------------------------------------------------------------------------------

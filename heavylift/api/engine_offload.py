@@ -84,7 +84,7 @@ class EngineOffload(EngineSteps):
             self._parked.put_away(names, pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Undoes `offload_states`; nothing to do where nothing is away. It returns when the copies are issued."""
+        """Undoes `offload_states`; nothing to do where nothing is away. It returns when the copies are done."""
         if self._parked is None:
             return
         try:
