@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from parity_api.models import make_llama
 from parity_api.small import message_of
 from ranks.gather import whole
-from ranks.pool import run_on_ranks
+from ranks.pool import run_on_fresh_ranks, run_on_ranks
 from torch import nn
 
 import heavylift
@@ -247,3 +248,20 @@ def test_save_pretrained_writes_the_whole_weights(stage: int, precision: str, tm
             "save_pretrained: state_dict=None on rank 0; leave state_dict out on every rank"
         )
         assert not (tmp_path / "none").exists()
+
+
+def lonely_job(folder: Path) -> str:
+    """Rank 0 alone saves sharded weights."""
+    from heavylift.api import checkpoint
+
+    checkpoint.ARRIVAL_TIMEOUT = timedelta(seconds=2)
+    engine = make(make_llama(), 2)
+    message = message_of(lambda: engine.module.save_pretrained(folder)) if dist.get_rank() == 0 else ""
+    engine.destroy()
+    return message
+
+
+@pytest.mark.soak
+def test_rank_0_alone_does_not_wait_for_ever(tmp_path: Path) -> None:
+    message, _ = run_on_fresh_ranks(2, lonely_job, tmp_path)
+    assert message.startswith("save_pretrained: not every rank has called it within 2 s") and "\n" not in message
