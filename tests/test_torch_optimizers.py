@@ -167,6 +167,33 @@ def test_objects_that_cannot_step_shards_are_refused() -> None:
     assert said["differentiable"].startswith("optimizer: differentiable=True of AdamW")
 
 
+class Mixed(torch.optim.Optimizer):
+    """Another's, that mixes plain tensors with the parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.sub_(torch.ones(param.shape))
+
+
+def mixed_job() -> str:
+    model = make_model()
+    engine = heavylift.initialize(model=model, optimizer=Mixed(model.parameters()), config=BASE)[0]
+    engine.backward(engine(batches()[0]).square().mean())
+    said = message_of(engine.step)
+    engine.destroy()
+    return said
+
+
+def test_another_ones_optimizer_that_does_not_take_shards_is_one_line() -> None:
+    (said,) = run_on_ranks(1, mixed_job)
+    assert said.startswith("optimizer: Mixed cannot step sharded parameters, which are DTensors (aten.sub_.Tensor got ")
+    assert said.endswith("); use torch.optim.AdamW, or one that steps each element by itself") and "\n" not in said
+
+
 def test_a_line_of_the_file_is_named(tmp_path: Any) -> None:
     file = tmp_path / "ds_config.json"
     file.write_text('{"train_batch_size": 4,\n"optimizer": {"type": "SGD",\n"params": {"lr": -1}}}')

@@ -18,8 +18,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.hooks import RemovableHandle
 
+from heavylift.errors import UserError
 from heavylift.offload.groups import differs, local_tensor
 from heavylift.offload.loss_scale_names import TellsLossScale
+
+_ABOUT_SHARDS = ("DTensor", "sharding strategy", "placement")
+"""Words of what torch says where an operation does not take shards."""
 
 
 class TorchStep(TellsLossScale, torch.optim.Optimizer):
@@ -134,11 +138,23 @@ class TorchStep(TellsLossScale, torch.optim.Optimizer):
             if factor != 1.0:
                 grad.mul_(factor)
             self._masters[param].grad = grad
-        self.inner.step()
+        self._step_inner()
         for param, master in self._masters.items():
             if master is not param:
                 local_tensor(param).copy_(local_tensor(master))
         self._drop_grads()
+
+    def _step_inner(self) -> None:
+        try:
+            self.inner.step()
+        except (RuntimeError, NotImplementedError) as error:
+            if not any(word in str(error) for word in _ABOUT_SHARDS):
+                raise
+            raise UserError(
+                f"optimizer: {type(self.inner).__name__} cannot step sharded parameters, which are DTensors "
+                f"({' '.join(str(error).split())[:120]}); use torch.optim.AdamW, or one that steps each element by "
+                "itself"
+            ) from None
 
     def _take_grads(self) -> dict[nn.Parameter, torch.Tensor]:
         """Gradients of this step, float32. Parameters without one are left out, as torch does."""
