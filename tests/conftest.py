@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,16 @@ SENTENCES = [
     "How do I boil an egg? Put it into boiling water for seven minutes.",
     "system user assistant What is the capital of France? Paris is the capital of France.",
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """Else it is a later test that fails, in a run of the whole suite only."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("the test left a process group in pytest's own process")
 
 
 @dataclass(frozen=True)

@@ -363,9 +363,13 @@ def test_a_wrong_configuration_is_refused_before_the_model_is_built(argument: st
         with pytest.raises(UserError, match=re.escape(message)):
             zero.Init(**{argument: given})
     # what a trainer fills in later, and what only `initialize` can add up, is no mistake yet
-    zero.Init(**{argument: {"train_micro_batch_size_per_gpu": "auto", "optimizer": {"type": "AdamW"}}})
-    zero.Init(**{argument: {"zero_optimization": {"stage": 3}}})
     zero.Init(**{argument: "nofile.json", "enabled": False})
+    assert not dist.is_initialized()
+    try:
+        zero.Init(**{argument: {"train_micro_batch_size_per_gpu": "auto", "optimizer": {"type": "AdamW"}}})
+        zero.Init(**{argument: {"zero_optimization": {"stage": 3}}})
+    finally:
+        dist.destroy_process_group()
 
 
 def test_not_enabled_nothing_happens() -> None:
