@@ -229,10 +229,9 @@ def test_marked_lines_are_taken_out_however_they_come(tmp_path: Path, capfd: pyt
     for size in (1, 3, 7, 1000):
         (tmp_path / str(size)).mkdir()
         stderr = NodeStderr(str(tmp_path / str(size)), 2)
-        with stderr, stderr.writing_end(1) as end:
+        with stderr:
             for start in range(0, len(text), size):
-                os.write(end, text[start : start + size])
-                stderr._read(1)
+                stderr._pass(1, text[start : start + size])  # as its thread does, which pipes would leave the sizes to
         assert stderr.told == told[:2] and stderr.nodes == {1}
         assert capfd.readouterr().err == "50%\r 60%a\x1eb \x1eheavylift is\n\x1e"
 
