@@ -95,6 +95,23 @@ def test_of_what_backward_brought_the_newest_that_has_arrived_is_done_first() ->
     worker.close()
 
 
+def test_a_device_that_fails_when_it_is_asked_is_told_of_by_the_task() -> None:
+    """And does not end the thread, for which readers would wait for ever."""
+    worker = Worker(torch.device("cpu"), Timeline())
+    gate = Gate()
+
+    def fail() -> bool:
+        raise RuntimeError("an illegal memory access")
+
+    worker.submit(0, gate, lambda: bool(fail()) and None, fail)
+    with pytest.raises(RuntimeError, match="step on the host failed"):
+        worker.drain()
+    with pytest.raises(RuntimeError, match="step of this group failed") as caught:
+        gate.wait()
+    assert "illegal memory access" in str(caught.value.__cause__)
+    worker.close()
+
+
 def test_a_failed_task_opens_all_gates_with_its_error() -> None:
     worker = Worker(torch.device("cpu"), Timeline())
     gates = [Gate(), Gate()]

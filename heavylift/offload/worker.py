@@ -64,8 +64,11 @@ class _Queue:
         """
         for place in reversed(range(len(self.waiting))):
             arrived = self.waiting[place].arrived
-            if arrived is not None and arrived():
-                return place
+            try:
+                if arrived is not None and arrived():
+                    return place
+            except Exception:
+                return place  # the device has failed: the task meets the same, and there it is told
         return 0
 
     def do(self, task: _Task) -> None:
