@@ -10,7 +10,7 @@ Engines register their models, held weakly. Left out: gathering for a script (`h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,12 +100,23 @@ class Place:
             self._sharded.accept_write(self.whole)
 
 
+def find_places(params: Iterable[torch.Tensor]) -> dict[int, Place]:
+    """By their ids, where parameters lie, each given by either of its two objects; those of no registered model are
+    left out. At most one pass over all models."""
+    wanted = {id(param) for param in params}
+    found: dict[int, Place] = {}
+    for place in _places():
+        for one in (place.shard, place.whole):
+            if id(one) in wanted:
+                found.setdefault(id(one), place)
+        if len(found) == len(wanted):
+            break
+    return found
+
+
 def find_place(param: torch.Tensor) -> Place | None:
     """Where `param`, either of its two objects, lies; None for one of no registered model."""
-    for place in _places():
-        if param is place.shard or param is place.whole:
-            return place
-    return None
+    return find_places([param]).get(id(param))
 
 
 def shard_of(param: nn.Parameter) -> nn.Parameter:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from heavylift.api.distributed import exchange_device
-from heavylift.api.gathered import Place, find_place
+from heavylift.api.gathered import Place, find_places
 from heavylift.api.owners import owner_of, states_of, write_weight
 from heavylift.api.partition import (
     ZeroParamStatus,
@@ -88,8 +88,7 @@ class GatheredParameters:
         self._versions: dict[int, int] = {}
 
     def __enter__(self) -> None:
-        found = [(param, find_place(param)) for param in self._params]
-        self._places = {id(param): place for param, place in found if place is not None}
+        self._places = find_places(self._params)
         self._check_idle()
         self._opened = open_whole(p for p in self._params if is_closed(p))
         for param in self._params:
