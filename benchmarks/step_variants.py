@@ -34,12 +34,12 @@ from command_line import run as run_command
 
 from heavylift.config.recipe import load_recipe
 from heavylift.config.schema import Recipe, Schedule, StateFormat, Tier
-from heavylift.engine import Engine, build_optimizer, parameter_groups
+from heavylift.engine import Engine
 from heavylift.errors import UserError
 from heavylift.offload.formats import check_format
 from heavylift.offload.options import TieredOptions
 from heavylift.train.preflight import check
-from heavylift.train.setup import Run, set_up
+from heavylift.train.setup import Run, make_optimizer, set_up
 from heavylift.train.waits import WaitWatch, seconds_names
 
 NEVER, ALWAYS = 1e6, 1e-6
@@ -158,14 +158,7 @@ def measure(run: Run, options: TieredOptions, batches: list[Batch], num_steps: i
     train, sharded, device = run.recipe.train, run.engine.sharded, run.ranks.device
     on_gpu = device.type == "cuda"
     start_s = time.perf_counter()
-    optimizer = build_optimizer(
-        sharded,
-        parameter_groups(sharded.module, train.weight_decay),
-        options,
-        lr=train.learning_rate,
-        betas=(train.adam_beta1, train.adam_beta2),
-        eps=train.adam_epsilon,
-    )
+    optimizer = make_optimizer(sharded, train, options)
     built_s = time.perf_counter() - start_s
     engine, watch, steps = Engine(sharded, optimizer, device), WaitWatch(optimizer.worker_threads), []
     if on_gpu:

@@ -5,41 +5,26 @@ Run with `pytest -m gpu`.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from parity_api.gpu import cases
 from parity_api.plain import plain_curve
+from ranks.gpus import run_on_gpus
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-TESTS = Path(__file__).parent
 # other kernels than the CPU's, in the precision of forward and backward
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 5e-3}
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
 def test_the_matrix_on_gpus(num_gpus: int, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < num_gpus:
-        pytest.skip(f"needs {num_gpus} CUDA devices")
     result = tmp_path / "curves.pt"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus)]
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, *launcher, "-m", "parity_api.gpu", str(result)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "2"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=540,
-    )
-    assert done.returncode == 0, done.stderr[-8000:]
+    run_on_gpus(num_gpus, "parity_api.gpu", result)
     for case, (losses, norms, _) in zip(cases(), torch.load(result), strict=True):
         plain = plain_curve(case.model, case.precision, num_gpus, case.accumulation)
         assert losses == pytest.approx(plain.losses, rel=TOLERANCE[case.precision]), case

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from ranks.gpu_schedules import NUM_STEPS
+from ranks.gpus import run_on_gpus
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-TESTS = Path(__file__).parent
 NORM_TOLERANCE = 1e-12
 # relative L2 of masters after the steps: float32 with one step taken back (seen on a CPU with a smaller model: 9e-8),
 # bfloat16 clipped to a hundredth in every step (1.2e-3: a weight that rounds the other way changes the gradients)
@@ -44,20 +42,8 @@ def one_rank(folder: Path) -> Results:
 
 def two_ranks(folder: Path) -> Results:
     """Under torchrun."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
     result = folder / "two_ranks.json"
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ranks.gpu_schedules"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(folder), str(result)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "2"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=540,
-    )
-    assert done.returncode == 0, done.stderr[-8000:]
+    run_on_gpus(2, "ranks.gpu_schedules", folder, result)
     return json.loads(result.read_text())
 
 
