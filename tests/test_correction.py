@@ -211,6 +211,32 @@ def test_undone_step_is_the_state_before_but_for_rounding(step: int) -> None:
         assert found.same_p > 0.98 and found.max_dp < 1.5e-8 and found.num_bf16_differ <= 2, found
 
 
+def test_after_a_history_of_one_gradient_an_outlier_costs_more() -> None:
+    """docs/schedules.md, below its table: scales over e^+-8 and new ones at every step, so that single gradients are
+    thousands of times their history; the second moment of such an element can be lost when the step is taken back."""
+    n, hyper = 200_000, replace(HYPER, step=2)
+    generator = torch.Generator().manual_seed(1)
+    scale = torch.exp(16 * torch.rand(n, generator=generator) - 8)
+    before = [0.02 * torch.randn(n, generator=generator), torch.zeros(n), torch.zeros(n)]
+    grads = [torch.randn(n, generator=generator) * scale for _ in range(2)]
+    first, second = (grad * (0.2 / grad.norm()) for grad in grads)
+    adamw_step_(StepTensors(*before, first, None), replace(hyper, step=1))
+    expected, got, undone = _copies(before), _copies(before), _copies(before)
+    adamw_step_(StepTensors(*expected, second, None), replace(hyper, grad_scale=0.001))
+    for tensors in (got, undone):
+        adamw_step_(StepTensors(*tensors, second, None), hyper)
+    adamw_correct_(StepTensors(*got, second, None), hyper, 0.001)
+    found = _distance(got, expected)
+    assert found.rel_m < 1e-7 and found.rel_v < 1e-7, found
+    assert found.max_dp < 4e-6 and found.num_bf16_differ <= 12, found
+    adamw_undo_(StepTensors(*undone, second, None), hyper)
+    found = _distance(undone, before)
+    assert found.rel_m < 1e-7 and found.rel_v < 1e-7 and found.worst_v <= 1, found
+    lost = (undone[2] == 0) & (before[2] > 0)
+    assert lost.any()
+    assert (second[lost].double().square() > before[2][lost].double() * 2**23 / (1 - hyper.beta2)).all(), "no others"
+
+
 def _update(m: Tensor, v: Tensor, hyper: AdamWHyper) -> Tensor:
     bias1, bias2 = 1 - hyper.beta1**hyper.step, 1 - hyper.beta2**hyper.step
     return -hyper.lr / bias1 * m.double() / ((v.double() / bias2).sqrt() + hyper.eps)
