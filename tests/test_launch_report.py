@@ -71,6 +71,33 @@ def test_of_those_that_one_look_found_dead_a_sigterm_was_not_first(
     assert capfd.readouterr().err.startswith("error: rank 1 of 2 was killed (SIGKILL)")
 
 
+@pytest.mark.parametrize("waited_for", [True, False])
+def test_a_rank_that_came_and_died_during_one_wait_is_not_after_the_one_that_ended_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waited_for: bool
+) -> None:
+    """Rank 1 fails in its first milliseconds, and the launcher ends rank 0 before the watch has looked again."""
+    monkeypatch.setattr(deaths, "_LOOK_S", 600.0)  # one wait, which only rank 0's end ends
+    processes = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    (tmp_path / "pid.0").write_text(str(processes[0].pid))
+    with deaths.DeathWatch(tmp_path, 2) as watch:
+        while not watch._known:
+            time.sleep(0.001)
+        time.sleep(0.1)
+        (tmp_path / "pid.1").write_text(str(processes[1].pid))
+        for local_rank, number in ((1, signal.SIGABRT), (0, signal.SIGTERM)):
+            processes[local_rank].send_signal(number)
+            if waited_for or local_rank == 0:
+                processes[local_rank].wait()
+            else:
+                os.waitid(os.P_PID, processes[1].pid, os.WEXITED | os.WNOWAIT)
+        while len(watch.seconds) < 2:
+            time.sleep(0.001)
+    codes = [process.wait() for process in processes]
+    assert watch.seconds[0] == watch.seconds[1]
+    seen = [RankFailure(rank, rank, code, watch.seconds[rank], True) for rank, code in enumerate(codes)]
+    assert report(seen, 2, (none, none), lambda failure: []) == 134
+
+
 def test_deaths_are_noted_in_their_order_whoever_waits_for_them(tmp_path: Path) -> None:
     processes = [subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) for _ in range(3)]
     with deaths.DeathWatch(tmp_path, 3) as watch:

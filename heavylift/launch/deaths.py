@@ -39,15 +39,24 @@ class DeathWatch:
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
             while not self._closed and len(self.seconds) < self._num_ranks:
-                gone = self._look_for_ranks(selector)
-                ended = [key for key, _ in selector.select(0 if gone else _LOOK_S)]
+                ended = self._ended(selector, _LOOK_S)
+                # A rank that came and died while this thread waited is found only by another look; it may have been the
+                # first, and the one that was waited for ended for its sake.
+                while ended and (more := self._ended(selector, 0)):
+                    ended += more
                 # one look, one time: it does not tell which of them was first
-                self.seconds.update(dict.fromkeys([*gone, *(key.data for key in ended)], time.time()))
-                for key in ended:
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
+                self.seconds.update(dict.fromkeys(ended, time.time()))
             for key in list(selector.get_map().values()):
                 os.close(key.fd)
+
+    def _ended(self, selector: selectors.BaseSelector, seconds: float) -> list[int]:
+        """The ranks whose end is seen now, or within `seconds` if none is."""
+        ended = self._look_for_ranks(selector)
+        for key, _ in selector.select(0 if ended else seconds):
+            selector.unregister(key.fd)
+            os.close(key.fd)
+            ended.append(key.data)
+        return ended
 
     def _look_for_ranks(self, selector: selectors.BaseSelector) -> list[int]:
         """Returns those that are gone already."""
