@@ -113,9 +113,14 @@ class ShardedModel:
 
 def fsdp_params(module: nn.Module) -> list[Any]:
     """FSDP2's own records of the parameters that `module` gathers."""
-    assert isinstance(module, FSDPModule), f"{type(module)} is not under fully_shard"
-    group = module._get_fsdp_state()._fsdp_param_group
+    group = param_group(module)
     return [] if group is None else list(group.fsdp_params)
+
+
+def param_group(module: nn.Module) -> Any:
+    """What FSDP2 keeps of the parameters that `module` gathers; None where it gathers none."""
+    assert isinstance(module, FSDPModule), f"{type(module)} is not under fully_shard"
+    return module._get_fsdp_state()._fsdp_param_group
 
 
 def gathered_twin(param: Any) -> nn.Parameter | None:

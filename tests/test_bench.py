@@ -27,7 +27,7 @@ Run = Callable[..., Finished]
 
 
 def metrics(step: int, step_s: float, tflop: float = 2.0) -> StepMetrics:
-    return StepMetrics(step, 5.0, 1.0, 1e-5, step_s, 64, 64 / step_s, tflop / step_s, tflop / 2 / step_s, 1.0, 2.0)
+    return StepMetrics(step, 5.0, 1.0, 1e-5, step_s, 64, 64 / step_s, tflop / step_s, tflop / 2 / step_s, 1.0, 2.0, 0.0)
 
 
 class TestStatistics:

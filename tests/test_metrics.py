@@ -44,6 +44,7 @@ STEP = StepMetrics(
     model_tflops=0.41,
     mem_device_gib=9.46,
     mem_host_gib=12.1,
+    collective_wait_s=0.25,
 )
 
 
@@ -66,6 +67,7 @@ class TestFile:
         line = write(tmp_path / "m.jsonl", STEP).read_text()
         assert " ".join(strict(line)) == (
             "step loss grad_norm lr step_s tokens tokens_per_s tflops model_tflops mem_device_gib mem_host_gib"
+            " collective_wait_s"
         )
 
     def test_eval_record_is_a_line_of_its_own(self, tmp_path: Path) -> None:
@@ -130,8 +132,9 @@ class TestLines:
     def test_step_line(self) -> None:
         assert step_line(STEP) == (
             "step: 20  loss: 2.8996  grad_norm: 0.9573  lr: 1.0e-05  tokens/s: 7,375  tflops: 0.53 (model 0.41)  "
-            "memory: device 9.46GiB host 12.10GiB"
+            "memory: device 9.46GiB host 12.10GiB  collectives: 0.25s"
         )
+        assert "collectives" not in step_line(replace(STEP, collective_wait_s=0.0))
 
     def test_skipped_step_is_marked(self) -> None:
         assert not STEP.skipped

@@ -71,6 +71,7 @@ def result(run: Run, history: History, request: BenchRequest, pinned_gib: float)
         "peak_device_gib": max(step.mem_device_gib for step in history.steps),
         "peak_host_gib": max(step.mem_host_gib for step in history.steps),
         "pinned_gib": pinned_gib,
+        "collective_wait_s": statistics.median(step.collective_wait_s for step in measured),
         "offload": offload_summary(history.waits[request.num_warmup_steps :]),
         "steps": _steps(run, history),
     }
@@ -112,6 +113,7 @@ def _steps(run: Run, history: History) -> list[dict[str, Any]]:
         row: dict[str, Any] = {
             "step": step.step,
             "step_s": step.step_s,
+            "collective_wait_s": step.collective_wait_s,
             "loss": step.loss,
             "grad_norm": step.grad_norm,
             "clipped": 0 < limit < step.grad_norm,

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich import print as rich_print
 
 from heavylift.checkpoint.huggingface import save_model
+from heavylift.collective_waits import CollectiveWaits
 from heavylift.config.recipe import dump_recipe
 from heavylift.config.schema import Recipe, StateFormat, Tier
 from heavylift.data.report import report_lines
@@ -135,7 +136,8 @@ def _steps(run: Run, reporter: Reporter | None) -> None:
     shape = ModelShape.from_config(run.hf_config.to_dict(), run.num_params)
     recomputes = run.recipe.train.recomputes_everything
     numbers = RankNumbers(run.ranks.device)
-    measure = StepMeasure(plan, shape, run.num_params, recomputes, numbers)
+    collectives = CollectiveWaits(engine.sharded, run.ranks.device)
+    measure = StepMeasure(plan, shape, run.num_params, recomputes, numbers, collectives)
     _evaluate(run, 0, reporter)
     if reporter is not None:
         reporter.history.first_step_unix_s = time.time()

@@ -46,6 +46,8 @@ class StepMetrics:
     """Peak allocated device memory so far, of the process that has most."""
     mem_host_gib: float
     """Resident memory of the processes."""
+    collective_wait_s: float
+    """Seconds that forward and backward stood still for collectives, mean over processes; 0 with one process."""
 
     @property
     def skipped(self) -> bool:
@@ -162,6 +164,8 @@ def step_line(metrics: StepMetrics, offload: str = "") -> str:
         f"tflops: {_short(metrics.tflops)} (model {_short(metrics.model_tflops)})",
         f"memory: device {metrics.mem_device_gib:.2f}GiB host {metrics.mem_host_gib:.2f}GiB",
     ]
+    if metrics.collective_wait_s > 0:
+        parts.append(f"collectives: {metrics.collective_wait_s:.2f}s")
     if offload:
         parts.append(offload)
     if metrics.skipped:

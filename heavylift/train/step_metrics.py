@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from heavylift.collective_waits import CollectiveWaits
 from heavylift.data.batches import Batch, BatchPlan
 from heavylift.train.flops import ModelShape, examples_flops, model_flops
 from heavylift.train.metrics import StepMetrics, memory_now
@@ -23,6 +24,7 @@ class StepMeasure:
     recomputes: bool
     """Whether every layer's forward runs again in backward."""
     numbers: RankNumbers
+    collectives: CollectiveWaits
 
     def of_step(
         self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float, lr: float, step_s: float
@@ -35,7 +37,7 @@ class StepMeasure:
                 self.num_params, self.shape.num_layers, self.shape.hidden, width, rows, self.recomputes
             )
         lengths = self.plan.samples.lengths[self.plan.sample_ids(step)].tolist()
-        device_gib, host_gib = self._memory()
+        on_device, on_host, waited = zip(*self.numbers.gather([*memory_now(), self.collectives.take_s()]), strict=True)
         return StepMetrics(
             step=step + 1,
             loss=loss,
@@ -46,11 +48,7 @@ class StepMeasure:
             tokens_per_s=self.plan.num_tokens(step) / step_s,
             tflops=counted / step_s / 1e12,
             model_tflops=model_flops(self.shape, lengths) / dist.get_world_size() / step_s / 1e12,
-            mem_device_gib=device_gib,
-            mem_host_gib=host_gib,
+            mem_device_gib=max(on_device),
+            mem_host_gib=sum(on_host),
+            collective_wait_s=sum(waited) / len(waited),
         )
-
-    def _memory(self) -> tuple[float, float]:
-        """(device GiB of the process that has most, host GiB of all processes)."""
-        on_device, on_host = zip(*self.numbers.gather(memory_now()), strict=True)
-        return max(on_device), sum(on_host)
