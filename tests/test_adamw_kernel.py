@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -256,6 +256,35 @@ def test_threads_are_pinned_and_end_with_the_pool() -> None:
     assert not set(new) & set(_thread_cpus())
     with pytest.raises(AssertionError, match="closed"):
         the_kernel().sum_squares(pool, torch.ones(1))
+
+
+@needs_kernel
+def test_a_pool_tells_when_each_thread_had_work() -> None:
+    before = set(_thread_cpus())
+    with the_kernel().pool(2) as pool:
+        acc, grad = torch.zeros(2_000_000), torch.ones(2_000_000)
+        threads = set(_thread_cpus()) - before
+        assert pool.take_spans() == []
+        the_kernel().accumulate_(pool, acc[:100], grad[:100])  # by the caller
+        assert pool.take_spans() == []
+        calls, taken = [], []
+        for _ in range(3):
+            start_s = time.perf_counter()
+            the_kernel().accumulate_(pool, acc, grad)
+            calls.append((start_s, time.perf_counter()))
+            taken.append(pool.take_spans())
+        for (start_s, stop_s), spans in zip(calls, taken, strict=True):
+            # a thread that came late found nothing left to do
+            assert 1 <= len(spans) == len({span.thread for span in spans}) <= 2
+            assert {span.thread for span in spans} <= threads
+            assert all(start_s <= span.start_s < span.stop_s <= stop_s for span in spans)
+        for _ in range(10_000):  # more than are kept, of one of the two at least
+            the_kernel().accumulate_(pool, acc[:40_000], grad[:40_000])
+        kept = pool.take_spans()
+        per_thread = [[span for span in kept if span.thread == thread] for thread in threads]
+        assert max(map(len, per_thread)) == 4096
+        assert all(one.stop_s <= two.start_s for spans in per_thread for one, two in pairwise(spans))
+        assert pool.take_spans() == []
 
 
 @needs_kernel

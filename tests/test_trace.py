@@ -15,8 +15,9 @@ import yaml
 from conftest import command_env
 
 from heavylift.config.schema import Schedule
+from heavylift.offload import native
 from heavylift.offload.gates import Gate
-from heavylift.offload.timeline import Activity, Range, Timeline
+from heavylift.offload.timeline import Activity, Range, ThreadSpan, Timeline
 from heavylift.train.trace import draw
 from heavylift.train.waits import WaitWatch, shared_seconds, waits_text
 
@@ -163,7 +164,7 @@ def test_ranges_and_names_are_drawn_into_a_trace() -> None:
     old = {"ph": "M", "name": "thread_name", "pid": 7, "tid": WORKER, "args": {"name": "thread 12 (python)"}}
     events: list[dict[str, Any]] = [old, clock, *work]
     before, after = made(Activity.ADAMW, 0.5, 1.5), made(Activity.ADAMW, 2.001, 2.003, label="layers.7")
-    draw(events, [before, after], 2.0, {MAIN: "training", WORKER: "optimizer worker"})
+    draw(events, [before, after], [], 2.0, {MAIN: "training", WORKER: "optimizer worker"})
     [drawn] = [event for event in events if event.get("cat") == "heavylift"]
     assert (drawn["name"], drawn["pid"], drawn["tid"]) == ("adamw layers.7", 7, WORKER)
     assert (drawn["ts"], drawn["dur"]) == (pytest.approx(6000), pytest.approx(2000)), "microseconds on the file's clock"
@@ -180,6 +181,32 @@ def test_ranges_and_names_are_drawn_into_a_trace() -> None:
         (0, 31): "stream 31: collectives",
         (0, 33): "stream 33: other kernels",
     }
+
+
+def test_the_kernel_s_threads_have_lanes_of_their_own() -> None:
+    clock = {"ph": "X", "name": "heavylift clock", "pid": 7, "tid": MAIN, "ts": 0.0, "dur": 1.0}
+    calls = [
+        made(Activity.ADAMW, 1, 3, label="layers.1"),
+        made(Activity.FETCH, 3, 4, label="layers.1"),  # of the same call: its waits are told at its end
+        made(Activity.ACCUMULATE, 5, 6, label="layers.0"),
+        made(Activity.GATE, 1, 9, MAIN, label="layers.9"),  # no call of the kernel
+    ]
+    spans = [
+        ThreadSpan(101, 1.1, 2.9),
+        ThreadSpan(101, 3.2, 3.9),
+        ThreadSpan(101, 5.1, 5.9),
+        ThreadSpan(100, 1.2, 3.5),
+        ThreadSpan(100, 7, 8),  # of a call that has not ended
+    ]
+    events: list[dict[str, Any]] = [clock]
+    draw(events, calls, spans, 0.0, {MAIN: "training", WORKER: "optimizer worker"})
+    lanes = {tid: [e["name"] for e in events if e.get("tid") == tid and e["ph"] == "X"] for tid in (100, 101)}
+    assert lanes == {
+        101: ["adamw layers.1", "adamw layers.1", "accumulate layers.0"],
+        100: ["adamw layers.1", "CPU kernel"],
+    }
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert (names[101], names[100]) == ("heavylift CPU thread 0", "heavylift CPU thread 1")
 
 
 # the worker of a run, with a CPU step so slow that the next forward has to wait for it
@@ -229,10 +256,14 @@ def test_the_trace_of_a_run_shows_the_overlap(tmp_path: Path) -> None:
         return float(event["ts"]) + float(event["dur"])
 
     [training] = {event["tid"] for event in begun_with("backward")}
-    [worker] = {event["tid"] for event in begun_with("adamw")}
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     pid = drawn[0]["pid"]
-    assert names[pid, training] == "heavylift training" and names[pid, worker] == "heavylift optimizer worker"
+    stepping = {names[pid, event["tid"]] for event in begun_with("adamw")}
+    assert names[pid, training] == "heavylift training" and "heavylift optimizer worker" in stepping
+    assert all(name.startswith("heavylift CPU thread ") for name in stepping - {"heavylift optimizer worker"})
+    # small groups are stepped by their caller; the head is not small
+    pool = [event for event in begun_with("adamw lm_head") if names[pid, event["tid"]].startswith("heavylift CPU")]
+    assert bool(pool) == (native.load() is not None)
     # three steps: 3 to 5
     assert len(begun_with("backward")) == len(begun_with("forward")) == len(begun_with("optimizer step")) == 3
     early = [

@@ -15,6 +15,7 @@ from heavylift.offload import native
 from heavylift.offload.adamw import AdamWHyper, adamw_step_
 from heavylift.offload.correction import adamw_correct_, adamw_undo_
 from heavylift.offload.tensors import StepTensors
+from heavylift.offload.timeline import ThreadSpan
 
 
 class Kernel(Protocol):
@@ -43,6 +44,9 @@ class Kernel(Protocol):
 
     def sum_squares(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum of squares as a float64 scalar on the tensor's device; not finite if an element is not."""
+
+    def take_spans(self) -> list[ThreadSpan]:
+        """When threads of its own had work since the last call; none where the caller's thread does it."""
 
     def close(self) -> None:
         """Ends threads."""
@@ -76,6 +80,10 @@ class PlainKernel:
     def sum_squares(self, tensor: torch.Tensor) -> torch.Tensor:
         """Accumulated in float64: the order of a sum then does not show in the float32 clipping coefficient."""
         return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+
+    def take_spans(self) -> list[ThreadSpan]:
+        """The caller's thread does it."""
+        return []
 
     def close(self) -> None:
         """Nothing to end."""
@@ -112,6 +120,10 @@ class NativeKernel:
     def sum_squares(self, tensor: torch.Tensor) -> torch.Tensor:
         """Fixed chunks, added in order: the same bits for any number of threads."""
         return torch.tensor(self._library.sum_squares(self._pool, tensor), dtype=torch.float64)
+
+    def take_spans(self) -> list[ThreadSpan]:
+        """See `ThreadPool.take_spans`."""
+        return self._pool.take_spans()
 
     def close(self) -> None:
         """Joins the threads."""

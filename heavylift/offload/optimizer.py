@@ -42,7 +42,7 @@ from heavylift.offload.stepping import PartStepper, SegmentStep, scaled
 from heavylift.offload.streamed import StreamedSteps
 from heavylift.offload.streams import Streams
 from heavylift.offload.tiers import TierUsage, place
-from heavylift.offload.timeline import Timeline
+from heavylift.offload.timeline import ThreadSpan, Timeline
 
 
 class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
@@ -418,6 +418,10 @@ class TieredAdamW(TellsLossScale, torch.optim.Optimizer):
     def worker_threads(self) -> dict[int, str]:
         """The operating system's ids of the threads that step the host tier, with names; none where the caller does."""
         return {} if self._overlap is None else self._overlap.threads
+
+    def take_thread_spans(self) -> list[ThreadSpan]:
+        """When threads of the compiled kernel had work, since the last call."""
+        return self._stepper.host.take_spans()
 
     def take_device_gate_s(self) -> float:
         """Seconds that all-gather streams waited at the gates since the last call, measured by the device.

@@ -69,6 +69,17 @@ class Range:
         return self.stop_s - self.start_s
 
 
+@dataclass(frozen=True, slots=True)
+class ThreadSpan:
+    """A thread of the compiled kernel had work: some part of the range that its caller measured."""
+
+    thread: int
+    """The operating system's thread id."""
+    start_s: float
+    """`time.perf_counter()`."""
+    stop_s: float
+
+
 class Timeline:
     """Collects ranges from all threads."""
 

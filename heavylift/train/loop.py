@@ -154,7 +154,7 @@ def _steps(run: Run, reporter: Reporter | None) -> None:
         stop_s = time.perf_counter()
         step_s, start_s = stop_s - start_s, stop_s
         ranges = optimizer.timeline.take()
-        paused = tracer is not None and tracer.end_step(step + 1, ranges)
+        paused = tracer is not None and tracer.end_step(step + 1, ranges, optimizer.take_thread_spans())
         waits = None
         if _has_host_tier(run):
             mine = watch.step(step + 1, optimizer.last_schedule, ranges, optimizer.take_device_gate_s())

@@ -42,9 +42,10 @@ from heavylift.offload.cuda_driver import Driver
 from heavylift.offload.quantised import BLOCK
 from heavylift.offload.staging import MAX_AHEAD
 from heavylift.offload.tensors import MOMENTS, StepTensors, Traffic
+from heavylift.offload.timeline import ThreadSpan
 
 LIBRARY_NAME = "_adamw.so"
-_ABI = 8
+_ABI = 9
 """`hl_abi()` of the library that goes with this file."""
 _CPUS_SHOWN = 8
 
@@ -109,6 +110,12 @@ class _CTraffic(Structure):
     ]
 
 
+class _CSpan(Structure):
+    """`Span` of native/thread_pool.h."""
+
+    _fields_ = [("start_s", c_double), ("stop_s", c_double)]
+
+
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`Type` of native/floats.h."""
 
@@ -120,6 +127,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "hl_pool_create": (c_void_p, [c_int, POINTER(c_int)]),
     "hl_pool_destroy": (None, [c_void_p]),
     "hl_pool_num_threads": (c_int, [c_void_p]),
+    "hl_pool_thread_id": (c_int64, [c_void_p, c_int]),
+    "hl_pool_spans": (c_uint64, [c_void_p, c_int, c_uint64, POINTER(_CSpan)]),
+    "hl_max_spans": (c_uint64, []),
     "hl_take_step": (c_int, [c_void_p, POINTER(_CTensors), POINTER(_CFactors), POINTER(_CTraffic)]),
     "hl_correct_step": (c_int, [c_void_p, *map(POINTER, (_CTensors, _CFactors, _CCorrection, _CTraffic))]),
     "hl_undo_step": (c_int, [c_void_p, *map(POINTER, (_CTensors, _CFactors, _CCorrection, _CTraffic))]),
@@ -144,8 +154,11 @@ class ThreadPool:
         handle = library.hl_pool_create(num_threads, cpus)
         if not handle:
             raise OSError(f"could not start {num_threads} threads on {_named(cpu_ids)} (too many, or not allowed here)")
+        self._library = library
         self._handle: int = handle
         self.num_threads: int = library.hl_pool_num_threads(handle)
+        self._spans_seen = [0] * self.num_threads
+        self._spans = (_CSpan * library.hl_max_spans())()
         # also runs at interpreter exit; the C side waits for a call that another thread has in progress
         self._finalizer = weakref.finalize(self, library.hl_pool_destroy, handle)
 
@@ -154,6 +167,18 @@ class ThreadPool:
         """The C handle. Raises AssertionError after `close`."""
         assert self._finalizer.alive, "this thread pool is closed"
         return self._handle
+
+    def take_spans(self) -> list[ThreadSpan]:
+        """When each thread worked since the last call of this, thread by thread; the last 4096 calls' work at most."""
+        taken = []
+        for thread in range(self.num_threads):
+            seen = self._spans_seen[thread]
+            count = self._library.hl_pool_spans(self.handle, thread, seen, self._spans)
+            self._spans_seen[thread] = count
+            thread_id = self._library.hl_pool_thread_id(self.handle, thread)
+            fresh = self._spans[: min(count - seen, len(self._spans))]
+            taken += [ThreadSpan(thread_id, span.start_s, span.stop_s) for span in fresh]
+        return taken
 
     def close(self) -> None:
         """Wait for the call in progress and end the threads. A second call does nothing."""

@@ -253,7 +253,7 @@ struct SumChunks {
 // ---- the C API: pointers are host memory, n counts elements, `pool` comes from hl_pool_create -------------------
 
 // Changes with every structure and signature here: a library left over from another version must not be called.
-HL_API int hl_abi() { return 8; }
+HL_API int hl_abi() { return 9; }
 
 HL_API const char *hl_isa() { return current().name; }
 
@@ -277,6 +277,19 @@ HL_API void *hl_pool_create(int num_threads, const int *cpu_ids) { return create
 HL_API void hl_pool_destroy(void *pool) { destroy_pool(static_cast<Pool *>(pool)); }
 
 HL_API int hl_pool_num_threads(void *pool) { return static_cast<Pool *>(pool)->num_threads; }
+
+// The operating system's number of a thread of the pool.
+HL_API int64_t hl_pool_thread_id(void *pool, int thread) {
+  return static_cast<Pool *>(pool)->workers[thread].thread_id.load(std::memory_order_relaxed);
+}
+
+// When a thread of the pool worked since its first `seen` spans: pairs of seconds on CLOCK_MONOTONIC, of the newest at
+// most hl_max_spans. Returns how many spans there have been.
+HL_API uint64_t hl_pool_spans(void *pool, int thread, uint64_t seen, Span *out) {
+  return copy_spans(static_cast<Pool *>(pool), thread, seen, out);
+}
+
+HL_API uint64_t hl_max_spans() { return kSpans; }
 
 // One AdamW step. `traffic` may be null, here and below; what its driver returned is returned, 0 else.
 HL_API int hl_take_step(void *pool, const StepTensors *tensors, const StepFactors *step, Traffic *traffic) {

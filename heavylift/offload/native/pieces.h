@@ -12,8 +12,6 @@
 
 #pragma once
 
-#include <time.h>
-
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -69,12 +67,6 @@ struct Traffic {
   int64_t piece;     // elements, a multiple of kScaleBlock
   double starved_s;  // set: how long there was nothing to step, because it had not arrived
 };
-
-inline double now_s() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
-}
 
 constexpr int kOutOfMemory = 2;  // CUDA_ERROR_OUT_OF_MEMORY
 constexpr double kPatience = 2;  // seconds: the pool shall end, and nothing has moved

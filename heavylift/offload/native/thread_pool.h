@@ -11,6 +11,8 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -52,6 +54,18 @@ inline void relax() {
 #endif
 }
 
+inline double now_s() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
+
+// When a thread worked for one run: for pictures. The last kSpans of each thread are kept.
+struct Span {
+  double start_s, stop_s;
+};
+constexpr uint64_t kSpans = 4096;
+
 using RunChunk = void (*)(const void *job, int64_t chunk);
 
 struct Pool;
@@ -62,6 +76,9 @@ struct alignas(64) Worker {
   Pool *pool = nullptr;
   int index = 0;
   pthread_t thread{};
+  std::atomic<int64_t> thread_id{0};  // the operating system's; 0 before the thread has begun
+  Span *spans = nullptr;              // number i is at i % kSpans
+  std::atomic<uint64_t> num_spans{0};
 };
 
 struct Pool {
@@ -78,6 +95,7 @@ struct Pool {
   pid_t owner = 0;
   int num_threads = 0;
   Worker *workers = nullptr;
+  Span *spans = nullptr;
 };
 
 uint64_t wait_for_work(Pool &pool, uint64_t seen) {
@@ -96,17 +114,26 @@ void *worker_main(void *argument) {
   Worker &self = *static_cast<Worker *>(argument);
   Pool &pool = *self.pool;
   DefaultFloatState float_state;
+  self.thread_id.store(syscall(SYS_gettid), std::memory_order_relaxed);
   uint64_t seen = 0;
   for (;;) {
     seen = wait_for_work(pool, seen);
     if (pool.stopped.load(std::memory_order_acquire)) return nullptr;
+    const double start_s = now_s();
+    bool worked = false;
     for (int offset = 0; offset < pool.num_threads; ++offset) {
       Worker &victim = pool.workers[(self.index + offset) % pool.num_threads];
       for (;;) {
         int64_t chunk = victim.next_chunk.fetch_add(1, std::memory_order_relaxed);
         if (chunk >= victim.end_chunk) break;
         pool.run_chunk(pool.job, chunk);
+        worked = true;
       }
+    }
+    if (worked) {
+      const uint64_t number = self.num_spans.load(std::memory_order_relaxed);
+      self.spans[number % kSpans] = {start_s, now_s()};
+      self.num_spans.store(number + 1, std::memory_order_release);
     }
     if (pool.num_busy.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       pthread_mutex_lock(&pool.mutex);
@@ -171,6 +198,7 @@ bool start_worker(Pool *pool, int index, const int *cpu_ids) {
   Worker &worker = pool->workers[index];
   worker.pool = pool;
   worker.index = index;
+  worker.spans = pool->spans + uint64_t(index) * kSpans;
   pthread_attr_t attributes;
   if (pthread_attr_init(&attributes) != 0) return false;
   bool ok = true;
@@ -204,20 +232,34 @@ Pool *create_pool(int num_threads, const int *cpu_ids) {
   Pool *pool = new (std::nothrow) Pool;
   if (pool == nullptr) return nullptr;
   pool->workers = new (std::nothrow) Worker[num_threads];
+  pool->spans = new (std::nothrow) Span[uint64_t(num_threads) * kSpans];
   pool->owner = getpid();
   pool->num_threads = num_threads;
   sigset_t all, before;  // signals belong to Python's main thread: workers inherit a mask that blocks them
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   int num_started = 0;
-  while (pool->workers != nullptr && num_started < num_threads && start_worker(pool, num_started, cpu_ids))
+  const bool allocated = pool->workers != nullptr && pool->spans != nullptr;
+  while (allocated && num_started < num_threads && start_worker(pool, num_started, cpu_ids))
     ++num_started;
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (num_started == num_threads) return pool;
   if (num_started > 0) stop_workers(pool, num_started);
   delete[] pool->workers;
+  delete[] pool->spans;
   delete pool;
   return nullptr;
+}
+
+// Copies what thread `index` has done since its first `seen` spans to `out`, which has room for kSpans, the newest where
+// there are more. Returns how many there have been. A span that is being written just then is left for the next call;
+// one that is kSpans old may be half overwritten.
+uint64_t copy_spans(const Pool *pool, int index, uint64_t seen, Span *out) {
+  const Worker &worker = pool->workers[index];
+  const uint64_t count = worker.num_spans.load(std::memory_order_acquire);
+  if (count - seen > kSpans) seen = count - kSpans;
+  for (uint64_t number = seen; number < count; ++number) *out++ = worker.spans[number % kSpans];
+  return count;
 }
 
 // Waits for the call in progress and ends the threads. The few bytes of the pool itself stay: a thread of the caller
@@ -226,7 +268,10 @@ void destroy_pool(Pool *pool) {
   if (pool->owner != getpid()) return;
   pool->closing.store(true, std::memory_order_relaxed);
   pthread_mutex_lock(&pool->run_mutex);
-  if (!pool->stopped.load(std::memory_order_acquire)) stop_workers(pool, pool->num_threads);
+  if (!pool->stopped.load(std::memory_order_acquire)) {
+    stop_workers(pool, pool->num_threads);
+    delete[] pool->spans;
+  }
   pthread_mutex_unlock(&pool->run_mutex);
 }
 
