@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from heavylift.config.recipe import dump_recipe, load_recipe
 from heavylift.config.schema import Recipe, Tier
-from heavylift.config.words import expected, sections
+from heavylift.config.words import expected, sections, shown
 from heavylift.errors import UserError
 
 GOOD = """\
@@ -300,6 +300,15 @@ def test_absurd_numbers(tmp_path: Path, number: str) -> None:
     # Python itself refuses to read or write decimal integers of more than 4300 digits
     [problem] = problems(tmp_path, f"{GOOD}  seed: {number}\n")
     assert problem.startswith("recipe.yaml:7: train.seed: expected a whole number ≥ 0") and len(problem) < 200
+
+
+def test_a_message_stays_short_whatever_came(tmp_path: Path) -> None:
+    nested = "1"
+    for _ in range(6):
+        nested = f"[{', '.join([nested] * 5)}]"
+    [problem] = problems(tmp_path, f"{GOOD}  run_name: {nested}\n")
+    assert problem.startswith("recipe.yaml:7: train.run_name: expected text, got [[[") and len(problem) < 200
+    assert len(shown(["x" * 100] * 10)) == len(shown({"x" * 100, "y" * 100})) == 100
 
 
 def test_every_key_has_words_for_its_type() -> None:

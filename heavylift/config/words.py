@@ -17,6 +17,8 @@ from pydantic.fields import FieldInfo
 
 from heavylift.config.schema import Recipe, Section
 
+_MAX_SHOWN = 100  # characters; lists in lists, each of them short, add up to pages
+
 
 def sections() -> dict[str, type[Section]]:
     """The sections of a recipe by name, in the order of the schema."""
@@ -39,7 +41,7 @@ def expected(field: FieldInfo) -> str:
 
 
 def shown(value: Any) -> str:
-    """The value as YAML users know it, at most about 60 characters."""
+    """The value as YAML users know it, at most 100 characters."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -51,7 +53,8 @@ def shown(value: Any) -> str:
     short.maxlong = 30
     short.maxlist = short.maxtuple = 4
     try:
-        return short.repr(value)
+        text = short.repr(value)
+        return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
     except ValueError:  # CPython refuses to print integers of more than 4300 digits
         return "a very large number"
 
