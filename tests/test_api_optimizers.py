@@ -219,10 +219,15 @@ class Descending(torch.optim.AdamW):
                 param.sub_(1.0)
 
 
+def of_a_fused_adamw(params: Any, lr: float) -> torch.optim.Optimizer:
+    """As Accelerate makes it where the configuration offloads, of the AdamW that the Trainer makes by default."""
+    return DeepSpeedCPUAdam(torch.optim.AdamW(params, lr=lr, fused=True).param_groups, lr=lr)
+
+
 def lookalikes_job() -> dict[str, Any]:
     """Which optimizer trains where a script's bears the name of AdamW, derives from it, or is it; and what is said."""
     seen: dict[str, Any] = {}
-    for kind in (AdamW, Descending, torch.optim.AdamW, torch.optim.Adam, FusedAdam, DeepSpeedCPUAdam):
+    for kind in (AdamW, Descending, torch.optim.AdamW, torch.optim.Adam, FusedAdam, DeepSpeedCPUAdam, of_a_fused_adamw):
         model = make_branches()
         config = ds_config(Case("branches", 2, "none"), 1)
         del config["optimizer"]
@@ -236,7 +241,7 @@ def lookalikes_job() -> dict[str, Any]:
         before = masters(engine)
         after = train(engine, "branches", "fp32", 1).weights
         moved_by = (before["left.weight"] - after["left.weight"]).unique().tolist()
-        seen[kind.__qualname__ if kind.__module__ == __name__ else f"real {kind.__name__}"] = (
+        seen[kind.__qualname__ if kind in (AdamW, Descending) else f"real {kind.__name__}"] = (
             type(used).__name__,
             moved_by if kind is Descending else None,
             said,
@@ -261,7 +266,7 @@ def test_only_adamw_itself_is_taken_over() -> None:
     kind, moved_by, said = seen["Descending"]
     assert (kind, said) == ("TorchStep", [note.format("Descending")])
     assert moved_by == pytest.approx([float(NUM_STEPS)] * len(moved_by)), "steps of its own"
-    for name in ("AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam"):
+    for name in ("AdamW", "Adam", "FusedAdam", "DeepSpeedCPUAdam", "of_a_fused_adamw"):
         assert seen[f"real {name}"] == ("TieredAdamW", None, []), name
     for name in ("AdamW", "Descending"):
         assert seen[f"{name} offloaded"].startswith(

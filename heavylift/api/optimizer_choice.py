@@ -112,8 +112,10 @@ def _check_client(client: torch.optim.Optimizer) -> None:
         instead = REFUSED_OPTIMIZERS.get(cls.__name__.lower())
         if instead is not None and cls.__module__.startswith("torch.optim"):
             raise UserError(f"optimizer: heavylift does not have torch.optim.{cls.__name__}; {instead}")
-    # torch has kernels over shards for Adam alone
-    fused = not isinstance(client, torch.optim.Adam) and any(group.get("fused") for group in client.param_groups)
+    # torch has kernels over shards for Adam alone. FusedAdam and DeepSpeedCPUAdam have no such option: Accelerate makes
+    # them from the groups of a torch AdamW, which say what that one was made with
+    adam = isinstance(client, (torch.optim.Adam, *_ADAM_CLASSES))
+    fused = not adam and any(group.get("fused") for group in client.param_groups)
     for option, given in (
         ("fused", fused),
         ("differentiable", any(group.get("differentiable") for group in client.param_groups)),
