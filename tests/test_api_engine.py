@@ -391,7 +391,7 @@ class Twin(nn.Module):
         return self.other(torch.tanh(self.one(x))).square().mean(), 3
 
 
-def tied_job() -> tuple[bool, torch.Tensor]:
+def tied_job() -> tuple[bool, torch.Tensor, tuple[str, ...]]:
     torch.manual_seed(2)
     engine, *_ = heavylift.initialize(model=Twin(), config=ds_config(Case("", 3, "cpu", "fp32"), 2))
     for _ in range(3):
@@ -399,13 +399,16 @@ def tied_job() -> tuple[bool, torch.Tensor]:
         engine.backward(loss)
         engine.step()
         assert three == 3
-    result = (engine.module.one.weight is engine.module.other.weight, masters(engine)["one.weight"])
+    kind = type(engine.module)
+    names = (kind.__name__, kind.__qualname__, kind.__module__)
+    result = (engine.module.one.weight is engine.module.other.weight, masters(engine)["one.weight"], names)
     engine.destroy()
     return result
 
 
-def test_tied_weights_of_a_custom_module_stay_tied() -> None:
-    is_tied, weight = run_on_ranks(2, tied_job)[0]
+def test_tied_weights_of_a_custom_module_stay_tied_and_its_class_keeps_its_name() -> None:
+    """Libraries choose by the name of a class: the Trainer, whether labels are shifted."""
+    is_tied, weight, names = run_on_ranks(2, tied_job)[0]
     torch.manual_seed(2)
     model = Twin()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
@@ -417,6 +420,7 @@ def test_tied_weights_of_a_custom_module_stay_tied() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert is_tied and torch.allclose(weight, model.one.weight, atol=1e-6)
+    assert names == ("Twin", "Twin", __name__)
 
 
 MISTAKEN = """

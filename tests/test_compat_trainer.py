@@ -121,7 +121,7 @@ def same_training(ours: Result, plain: Result, engine_has_scheduler: bool) -> bo
 def configs(folder: Path) -> dict[str, str]:
     """Name -> path."""
     found = {
-        "own optimizer": {**AUTO, "zero_optimization": ZERO2},
+        "own optimizer": {**AUTO, "zero_optimization": {**ZERO2, "offload_optimizer": {"device": "cpu"}}},
         "zero2": {**AUTO, "optimizer": ADAMW, "zero_optimization": ZERO2},
         "zero3": {**AUTO, "optimizer": ADAMW, "zero_optimization": ZERO3},
     }
@@ -132,12 +132,13 @@ def configs(folder: Path) -> dict[str, str]:
 
 
 def test_the_losses_are_those_of_the_trainer_alone(odd_llama: Path, tmp_path: Path, two_ranks: Run, alone: Run) -> None:
-    """Stages 2 and 3, auto values, accumulation, saving and resuming; two ranks against one."""
+    """Stages 2 and 3, auto values, accumulation, label smoothing, saving and resuming; two ranks against one."""
     config = configs(tmp_path)
     model = ("--model", str(odd_llama))
     out = {name: tmp_path / name.replace(" ", "_") for name in (*config, "accumulated", "plain", "decayed")}
     batch = ("--batch_size", "4")
-    accumulated = ("--batch_size", "2", "--accumulation", "2", "--decay", "0.1", "--output_dir")
+    decay = ("--decay", "0.1", "--smoothing", "0.1", "--output_dir")
+    accumulated = ("--batch_size", "2", "--accumulation", "2", *decay)
     saving = (*model, *batch, "--save_steps", "3", "--deepspeed", config["zero3"], "--output_dir", str(out["zero3"]))
     runs = [
         (*model, *batch, "--deepspeed", config["zero2"], "--output_dir", str(out["zero2"])),
@@ -148,7 +149,7 @@ def test_the_losses_are_those_of_the_trainer_alone(odd_llama: Path, tmp_path: Pa
     two_ranks(trainer_job, runs, True)
     plain_runs = [
         (*model, "--batch_size", "8", "--output_dir", str(out["plain"])),
-        (*model, "--batch_size", "8", "--decay", "0.1", "--output_dir", str(out["decayed"])),
+        (*model, "--batch_size", "8", *decay, str(out["decayed"])),
     ]
     alone(trainer_job, plain_runs, False)
     plain, decayed, whole = read(out["plain"]), read(out["decayed"]), read(out["zero3"], "whole.json")

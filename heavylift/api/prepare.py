@@ -124,6 +124,7 @@ def prepare_model(model: nn.Module, settings: Settings, device: torch.device) ->
     mesh = make_mesh(settings.stage, device.type)
     sharded = shard_model(model, settings.stage, mesh, layers, rounding.prepare)
     rounding.release()
+    _keep_class_names(sharded)
     return PreparedModel(sharded, rounding.masters, scalars)
 
 
@@ -144,8 +145,20 @@ def _prepare_on_meta(
     recompute_layers(model, settings.checkpointing, device)
     mesh = make_mesh(settings.stage, device.type)
     sharded = shard_model(model, settings.stage, mesh, keep_leaves_whole(model, gather_layers(model)))
+    _keep_class_names(sharded)
     source.fill(model, device)
     return PreparedModel(sharded, source=source, rounded=frozenset(rounded))
+
+
+def _keep_class_names(sharded: ShardedModel) -> None:
+    """`fully_shard` gives modules a class of its own, "FSDPNet" of Net. Libraries choose by a class's name: the Trainer
+    shifts labels where it is that of a causal language model, without a word where it is not."""
+    for group in sharded.groups:
+        made = type(group.module)
+        assert issubclass(made, FSDPModule), f"{made} is not under fully_shard"
+        original = made.__bases__[1]
+        made.__name__, made.__qualname__ = original.__name__, original.__qualname__
+        made.__module__ = original.__module__
 
 
 class _Rounding:

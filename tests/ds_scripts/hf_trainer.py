@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--max_steps", type=int, default=6)
     parser.add_argument("--save_steps", type=int, default=0)
     parser.add_argument("--decay", type=float, default=0.0)
+    parser.add_argument("--smoothing", type=float, default=0.0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--local_rank", type=int, default=0)
@@ -48,6 +49,7 @@ def main() -> None:
         max_steps=options.max_steps,
         learning_rate=1e-2,
         weight_decay=options.decay,
+        label_smoothing_factor=options.smoothing,
         warmup_steps=2,
         lr_scheduler_type="linear",
         max_grad_norm=1.0,
