@@ -132,6 +132,25 @@ def test_a_signal_to_the_launcher_ends_all_workers(launch: Launch, tmp_path: Pat
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+CTRL_C_AT_BIRTH = """
+import os, signal
+launcher = os.environ.get("HEAVYLIFT_LAUNCHER_PID")
+if launcher == str(os.getppid()):
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(int(launcher), signal.SIGINT)
+"""
+
+
+def test_ctrl_c_while_ranks_come_to_life_is_one_line(launch: Launch, tmp_path: Path) -> None:
+    """A terminal sends it to all of them; Python reads this file before any code of ours."""
+    (tmp_path / "sitecustomize.py").write_text(CTRL_C_AT_BIRTH, encoding="utf-8")
+    process = launch("sleep")
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGINT
+    assert stderr == "ended by SIGINT; the workers are stopped\n"
+    assert not (tmp_path / "rank0").exists() and list((tmp_path / "tmp").iterdir()) == []
+
+
 def test_under_torchrun_each_rank_works_in_place(tmp_path: Path) -> None:
     (tmp_path / "a_worker.py").write_text(WORKER, encoding="utf-8")
     (tmp_path / "here.py").write_text(HERE, encoding="utf-8")

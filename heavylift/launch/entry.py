@@ -6,7 +6,7 @@ puts `--local_rank=N` before ARGS, as scripts made for DeepSpeed expect.
 
 Before that: asks the kernel to end this worker when the launcher dies, however that dies (kill -9 gives it no chance
 to clean up, and orphans would hold the GPUs), sends the output where the launcher wants it, binds to cores. A Ctrl-C
-that reaches a worker ends it without a traceback.
+that reaches a worker ends it without a traceback: until its code begins at once, then by KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -48,6 +48,15 @@ def die_with_launcher() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died before the call above
         os._exit(1)
+
+
+def let_ctrl_c_end() -> None:
+    """A SIGINT ends this process from now on, one that came since its birth too: the launcher has it blocked till here.
+
+    Python's own handler would show a traceback, and an import may swallow its KeyboardInterrupt.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def leave(code: int) -> NoReturn:
@@ -95,6 +104,7 @@ def bind_if_told() -> None:
 
 def main() -> None:
     """Runs what the arguments name and leaves with its exit code."""
+    let_ctrl_c_end()
     die_with_launcher()
     worker_redirect()
     claim_folder()
@@ -115,6 +125,8 @@ def main() -> None:
 
         script_errors.install()
     sys.argv = [target, *rest]
+    if kind != "worker":  # our own asks for it when its libraries are there
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if kind in ("module", "worker"):
         if kind == "module":
             sys.path.insert(0, os.getcwd())

@@ -126,7 +126,12 @@ def run_node(run: NodeRun, root: Path = Path("/")) -> int:
             **({PIPES_VARIABLE: folder} if stderr is not None else {}),
         }
         try:
-            with _environment(variables), stderr or nullcontext(), DeathWatch(Path(folder), run.num_ranks) as deaths:
+            with (
+                _environment(variables),
+                stderr or nullcontext(),
+                DeathWatch(Path(folder), run.num_ranks) as deaths,
+                _ctrl_c_waits_in_ranks(),
+            ):
                 elastic_launch(_launch_config(run, folder), sys.executable)(*command)
         except ChildFailedError as failed:
             told = read_told(Path(folder))
@@ -203,6 +208,18 @@ def ending_signals() -> list[signal.Signals]:
     """Signals that end a run: all that ask for it, but for a SIGHUP that this process was told to ignore."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if ignored else [signal.SIGHUP]), signal.SIGQUIT]
+
+
+@contextmanager
+def _ctrl_c_waits_in_ranks() -> Iterator[None]:
+    """Ranks are born with SIGINT blocked, until their first code (`entry.py`) asks for it: Python itself would answer
+    with a traceback, or forget it. Here the threads that are there already take it; Python runs the handler all the
+    same in this one, the main thread."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

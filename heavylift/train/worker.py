@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ def main(argv: Sequence[str]) -> None:
         run = set_up(load_recipe(argv[0]))
         if request is not None:
             request.check(run.data.num_steps)
+        # until here a Ctrl-C ends this process at once; curves want to be closed
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         history = train(run)
         if request is not None:
             write_result(run, history, request)
