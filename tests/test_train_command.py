@@ -89,6 +89,8 @@ def test_metrics_have_exactly_their_keys(first: tuple[Path, Finished]) -> None:
     assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
     assert evals[-1]["eval_loss"] < 0.9 * evals[0]["eval_loss"]
     assert all(step["tokens"] > 0 and step["grad_norm"] > 0 and step["mem_host_gib"] > 0.1 for step in steps)
+    # of two processes; an evaluation's are no step's
+    assert all(0 < step["collective_wait_s"] < step["step_s"] for step in steps)
 
 
 def test_learning_rates_are_those_of_the_schedule(first: tuple[Path, Finished]) -> None:

@@ -145,6 +145,7 @@ def _steps(run: Run, reporter: Reporter | None) -> None:
     for step in range(num_steps):
         if (tracer is not None and tracer.begin_step(step + 1)) or paused:
             start_s = time.perf_counter()
+            collectives.take_s()  # of an evaluation
         batches = plan.micro_batches(step, run.ranks.rank)
         lr = float(engine.optimizer.param_groups[0]["lr"])
         result = engine.train_step(batches, plan.num_trained_tokens(step))
