@@ -189,6 +189,8 @@ def test_usage(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
             ({"RATIO": r}, f"RATIO: expected a number from 0 to 1, like 0.85, got '{r}'")
             for r in ("2", ".5", "1.", "0.", "half")
         ),
+        *(({"NUM_GPUS": n}, f"NUM_GPUS: expected a whole number from 1, got '{n}'") for n in ("0", "four")),
+        ({"MODEL": "nope"}, "nope: no such model folder; change --model_name (finetune.sh: MODEL)"),
         ({"OUTPUT_DIR": "file/run"}, "--output_dir file/run: cannot make the folder, as {file} is no folder or cannot"),
         ({"OUTPUT_DIR": "/proc/no/folder"}, ""),  # who may try is root
     ],
@@ -199,6 +201,24 @@ def test_what_cannot_become_a_ds_config(env: dict[str, str], said: str, tmp_path
     run = finetune("superoffload", cwd=tmp_path, **env)
     assert run.rc == 2 and run.stdout == "" and run.stderr.startswith(f"error: {said.format(file=file)}")
     assert run.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == [file]
+
+
+def test_files_that_are_not_there_are_told_together(tmp_path: Path) -> None:
+    switches = ("--dataset", "a.jsonl", "--chat_template", "b.jinja", "--tokenizer_name", "c")
+    run = finetune("superoffload", *switches, cwd=tmp_path, MODEL=str(DATA))
+    assert (run.rc, run.stdout) == (2, "") and run.stderr.splitlines() == [
+        f"error: {DATA}: expected a model folder, got a file; change --model_name (finetune.sh: MODEL)",
+        "error: c: no such model folder; change --tokenizer_name",
+        "error: a.jsonl: no such file; change --dataset",
+        "error: b.jinja: no such file; change --chat_template",
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_writes_nothing(tmp_path: Path) -> None:
+    run = finetune("zerooffload", 8, "--help", cwd=tmp_path)
+    assert (run.rc, run.stderr) == (0, "") and run.stdout.startswith("usage: finetune.py [-h] --model_name")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_wrong_switch_leaves_an_earlier_runs_ds_config(tmp_path: Path) -> None:
@@ -431,13 +451,6 @@ def test_arguments(switches: list[str], named: list[str]) -> None:
     assert len(caught.value.problems) == len(named)
     for problem, word in zip(sorted(caught.value.problems), sorted(named), strict=True):
         assert word in problem
-
-
-def test_a_model_that_is_not_there_is_told_in_the_programs_own_words(tmp_path: Path) -> None:
-    run = finetune("superoffload", "--max_length", 64, cwd=tmp_path, MODEL="/nope", OUTPUT_DIR="run", NUM_GPUS="1")
-    assert run.rc == 2
-    said = "error: /nope: no such model folder; change --model_name (finetune.sh: MODEL)"
-    assert [line for line in run.stderr.splitlines() if line.startswith("error:")] == [said]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,11 @@ def resolve_tokenizer_folder(recipe: Recipe) -> Path:
     return _resolve(name, "model.tokenizer_name_or_path", (), recipe) if name else resolve_model_folder(recipe)
 
 
-def _resolve(name: str, key: str, more_files: tuple[str, ...], recipe: Recipe) -> Path:
+def folder_here(name: str, key: str) -> Path | None:
+    """The folder of this machine that `name` is; None for a hub id, which is not looked up.
+
+    Raises UserError, which names `key`, for what can be neither.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -54,6 +58,13 @@ def _resolve(name: str, key: str, more_files: tuple[str, ...], recipe: Recipe) -
         raise UserError(f"{name}: expected a model folder, got a file; change {key}")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
         raise UserError(f"{name}: no such model folder; change {key}")
+    return None
+
+
+def _resolve(name: str, key: str, more_files: tuple[str, ...], recipe: Recipe) -> Path:
+    folder = folder_here(name, key)
+    if folder is not None:
+        return folder
     from huggingface_hub import snapshot_download  # takes a while to import
 
     code = ("*.py",) if recipe.model.trust_remote_code else ()

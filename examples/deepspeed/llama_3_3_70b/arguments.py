@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import heavylift
+from heavylift.config.model_folder import folder_here
 from heavylift.config.schema import DataConfig, ModelConfig, Recipe, TrainConfig
 from heavylift.errors import EXIT_USER_ERROR, UserError
 
@@ -92,6 +93,23 @@ def _problems(args: argparse.Namespace) -> list[str]:
     return found
 
 
+def check_inputs(args: argparse.Namespace) -> None:
+    """Raises UserError, one line per problem, for files and folders that are not there. A hub id is not looked up."""
+    problems = []
+    folders = {"--model_name (finetune.sh: MODEL)": args.model_name, "--tokenizer_name": args.tokenizer_name}
+    for switch, name in folders.items():
+        try:
+            if name is not None:
+                folder_here(name, switch)
+        except UserError as error:
+            problems += error.problems
+    for switch, name in {"--dataset": args.dataset, "--chat_template": args.chat_template}.items():
+        if name is not None and not Path(name).expanduser().is_file():
+            problems.append(f"{name}: no such file; change {switch}")
+    if problems:
+        raise UserError(*problems)
+
+
 def check_output(args: argparse.Namespace) -> None:
     """Raises UserError where nothing can be written, and where what would be saved after training is there already,
     from an earlier run."""
@@ -145,7 +163,9 @@ def recipe_of(args: argparse.Namespace, *, has_weights: bool, has_tokenizer: boo
 
 if __name__ == "__main__":
     try:
-        check_output(parse_arguments())
+        given = parse_arguments()
+        check_inputs(given)
+        check_output(given)
     except UserError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from arguments import check_output, parse_arguments, recipe_of
+from arguments import check_inputs, check_output, parse_arguments, recipe_of
 from data import fetch_dataset, has_tokenizer, make_plan
 from placement import Placement
 from pydantic import ValidationError
@@ -47,6 +47,7 @@ from heavylift.transfer import to_device
 def main(argv: list[str] | None = None, machine: MachineMemory | None = None) -> None:
     """Trains as the command line `argv` says, with what `machine` has free; None: what is measured."""
     args = parse_arguments(argv)
+    check_inputs(args)
     check_output(args)
     heavylift.init_distributed()
     ranks = Ranks.here()

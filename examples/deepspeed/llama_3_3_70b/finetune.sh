@@ -49,6 +49,20 @@ if ! [[ $ratio =~ ^(0|1|1\.0+|0\.[0-9]+)$ ]]; then
     exit 2
 fi
 
+# -1: as many as there are
+if ! [[ $num_gpus =~ ^(-1|[1-9][0-9]*)$ ]]; then
+    echo "error: NUM_GPUS: expected a whole number from 1, got '$num_gpus'" >&2
+    exit 2
+fi
+
+launch=(heavylift launch)
+command -v heavylift > /dev/null || launch=(python3 -m heavylift launch)
+for switch in "$@"; do
+    if [[ $switch == -h || $switch == --help ]]; then
+        exec "${launch[@]}" -q --num_gpus 1 "$here/finetune.py" --help
+    fi
+done
+
 if [[ $mode == superoffload ]]; then
     placement='"ratio": '$ratio', "super_offload": true, "cpuadam_cores_perc": 0.90'
 else
@@ -69,8 +83,8 @@ switches=(
     --activation_checkpointing
     "$@"
 )
-# where a switch is wrong nothing is written, least of all over an earlier run's file; a python3 without heavylift cannot
-# tell, and finetune.py will
+# where a switch is wrong, or a file that it names is not there, nothing is written, least of all over an earlier run's
+# file; a python3 without heavylift cannot tell, and finetune.py will
 wrong=$(python3 "$here/arguments.py" "${switches[@]}" 2>&1 > /dev/null) || [[ $? -ne 2 ]] || { echo "$wrong" >&2; exit 2; }
 
 if ! mkdir -p "$output_dir" 2> /dev/null; then
@@ -94,8 +108,5 @@ cat > "$config" <<JSON
   "heavylift": {"state_format": "split", "gradients_on": "device"}
 }
 JSON
-
-launch=(heavylift launch)
-command -v heavylift > /dev/null || launch=(python3 -m heavylift launch)
 
 exec "${launch[@]}" --num_gpus "$num_gpus" --bind_cores_to_rank "$here/finetune.py" "${switches[@]}"
