@@ -250,3 +250,109 @@ def test_two_forwards_before_one_backward(case: Case) -> None:
         off = (weights[name] - param.detach()).abs()
         # a gradient near 0 may have the other sign in another order of sums
         assert float(off.mean()) < 1e-5 and float(off.max()) < 2e-3, name
+
+
+class Parts(nn.Module):
+    """Called as a whole, or part by part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.encoder = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x))
+
+
+def all_parts(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Two parts one after the other, one of them twice, the first with inputs that have a gradient."""
+    code = model.encoder(x.clone().requires_grad_())
+    return (model.head(code) + model.head(torch.tanh(code))).square().mean()
+
+
+def looked_at_before(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A part without gradients, which leaves it gathered, then with them, and a `forward` that goes past hooks."""
+    with torch.no_grad():
+        code = model.encoder(x)
+    return (model.head(code) - model.forward(x)).square().mean()
+
+
+PART_LOSSES = {"all parts": all_parts, "looked at before": looked_at_before}
+
+
+def parts_job(stage: int, offload: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, loss_of in PART_LOSSES.items():
+        engine, *_ = heavylift.initialize(model=Parts(), config=ds_config(Case("", stage, offload, "fp32"), 2))
+        for _ in range(3):
+            engine.backward(loss_of(engine.module, rows(8)[0]))
+            engine.step()
+        with torch.no_grad():
+            code = engine.module.encoder(rows(8)[0])
+            results[f"{name}, read"] = (code, engine(rows(8)[0]), engine.module.head(code))
+        results[name] = masters(engine)
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize(("stage", "offload", "ranks"), [(0, "none", 2), (1, "cpu", 2), (3, "cpu", 2), (3, "cpu", 1)])
+def test_parts_that_are_called_without_the_whole(stage: int, offload: str, ranks: int) -> None:
+    """What `generate` does with an encoder, and what scripts do: values and gradients are those of plain modules."""
+    results = run_on_ranks(ranks, parts_job, stage, offload)[0]
+    for name, loss_of in PART_LOSSES.items():
+        model = Parts()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+        for _ in range(3):
+            for rank in range(ranks):
+                x = torch.randn(8, 5, generator=torch.Generator().manual_seed(rank))
+                (loss_of(model, x) / ranks).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
+            optimizer.step()
+            optimizer.zero_grad()
+        for key, weight in model.named_parameters():
+            assert torch.allclose(results[name][key].view_as(weight), weight, atol=1e-6), (name, key)
+        _, whole_output, from_parts = results[f"{name}, read"]
+        assert torch.equal(whole_output, from_parts)
+
+
+class Around(nn.Module):
+    """Another module around a model, as PEFT's."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.inner(**inputs).logits
+
+
+def generating_job() -> list[tuple[str, list[Any]]]:
+    """An encoder-decoder whose encoder `generate` calls by itself, and a model inside of another module."""
+    from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2}
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=31, decoder_start_token_id=0, **sizes))
+    inner = make_llama()
+    assert isinstance(inner, LlamaForCausalLM)
+    wrapped = Around(inner)
+    ids = torch.arange(3, 9)[None]
+    results = []
+    for model, generates in ((t5, lambda m: m), (wrapped, lambda m: m.inner)):
+
+        def tokens(model: Any = model, generates: Any = generates) -> list[Any]:
+            generates(model).eval()
+            found = generates(model).generate(input_ids=ids, max_new_tokens=6, do_sample=False)
+            return found.tolist()
+
+        plain = tokens()
+        engine, *_ = heavylift.initialize(model=model, config=ds_config(Case("", 3, "cpu", "fp32"), 2))
+        results.append((plain, tokens()))
+        engine.destroy()
+    return results
+
+
+def test_generation_by_a_module_inside_of_the_engines() -> None:
+    for plain, sharded in run_on_ranks(2, generating_job)[0]:
+        assert plain == sharded

@@ -32,6 +32,7 @@ class Engine(EngineOffload, EngineInfo, EngineCheckpoint):
         """Ends the optimizer's threads and frees its memory; the engine cannot train afterwards. Twice is fine."""
         self.is_destroyed = True
         self._presence.close()
+        self._part_forwards.close()
         self._loss_source.close()
         for hook in self._settle_hooks:
             hook.remove()

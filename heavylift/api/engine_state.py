@@ -16,6 +16,7 @@ from heavylift.api.forward_methods import gathered_around, is_users_method
 from heavylift.api.gathered import register_model
 from heavylift.api.loss_scale import LossScaler
 from heavylift.api.module_loading import accept_whole_tensors
+from heavylift.api.part_forward import PartForwards
 from heavylift.api.presence import GradientPresence
 from heavylift.api.torch_step import TorchStep
 from heavylift.config.deepspeed.settings import Precision, Settings
@@ -72,6 +73,7 @@ class EngineState(nn.Module):
         self._batch = settings.batch
         self._cpu_group = cpu_group()
         self._presence = GradientPresence(sharded, ranks.device)
+        self._part_forwards = PartForwards(sharded)
         self._settle_hooks = self._settle_before_state_dicts()
 
     def __getattr__(self, name: str) -> Any:
