@@ -91,6 +91,11 @@ def check_model(model: object) -> nn.Module:
         for name, param in model.named_parameters()
         if param.is_meta and find_source(model) is None
     ][:1]
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and type(model).forward is nn.Module.forward:
+        problems.append(
+            f"initialize: model= is a {type(model).__name__}, which has no forward; pass a module whose forward uses "
+            "what is in it"
+        )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         problems.append("initialize: model= is a DistributedDataParallel; pass the module inside it (model.module)")
     if problems:
