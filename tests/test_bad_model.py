@@ -179,3 +179,15 @@ def test_disk_full_while_saving(
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert left == {"metrics.jsonl", "config.yaml"}
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_pictures_that_cannot_be_written_do_not_end_a_run(write_recipe: Write, tmp_path: Path) -> None:
+    recipe = write_recipe(export={"save": False}, train={"profile": True, "max_steps": 2})
+    done = run_with_file_limit(8, recipe)
+    assert done.rc == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith(str(tmp_path))]
+    assert [line.partition(": cannot be written: ")[0] for line in lines] == [
+        str(tmp_path / "run" / name) for name in ("trace.json", "loss.png")
+    ]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"metrics.jsonl", "config.yaml"}
+    assert "loss         " in done.stdout

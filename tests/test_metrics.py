@@ -6,6 +6,8 @@ import io
 import json
 import math
 import re
+import resource
+import signal
 import struct
 from dataclasses import fields, replace
 from pathlib import Path
@@ -111,12 +113,35 @@ class TestFile:
             read_metrics(path)
         assert len(caught.value.problems) == 1
 
-    def test_full_disk_is_a_user_error(self) -> None:
-        with (
-            pytest.raises(UserError, match="/dev/full: cannot be written: No space left"),
-            MetricsWriter("/dev/full") as writer,  # whose end must not raise over it
-        ):
+    def test_a_full_disk_costs_nothing_once_it_is_free_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = tmp_path / "m.jsonl"
+        with MetricsWriter(path) as writer:
             writer.write(STEP)
+            size = path.stat().st_size
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit then fails
+            try:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
+                for _ in range(2):
+                    writer.write(STEP)
+                assert path.stat().st_size == size + 10
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+                signal.signal(signal.SIGXFSZ, old)
+            writer.write(STEP)
+        assert read_metrics(path).steps == (STEP,) * 4
+        [told] = capsys.readouterr().err.splitlines()
+        assert told == f"{path}: cannot be written: File too large; the run goes on and tries again: free the disk"
+
+    def test_what_a_full_disk_has_cost_is_told_at_the_end(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with MetricsWriter("/dev/full") as writer:
+            writer.write(STEP)
+            writer.write(STEP)
+        first, last = capsys.readouterr().err.splitlines()
+        assert first.startswith("/dev/full: cannot be written: No space left on device; the run goes on")
+        assert last == "/dev/full: the last 2 lines could not be written"
 
     def test_missing_and_unreadable_files_are_user_errors(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="No such file"):
@@ -180,9 +205,9 @@ class TestPlot:
             pictures.append((tmp_path / f"{number}.png").read_bytes())
         assert pictures[0] == pictures[1] != pictures[2]
 
-    def test_folder_that_is_not_there_is_a_user_error(self, tmp_path: Path) -> None:
+    def test_folder_that_is_not_there(self, tmp_path: Path) -> None:
         path = write(tmp_path / "m.jsonl", STEP)
-        with pytest.raises(UserError, match="No such file"):
+        with pytest.raises(FileNotFoundError, match="nowhere"):
             plot_loss(path, tmp_path / "nowhere" / "loss.png")
 
     @pytest.mark.parametrize("window", [1, 3, 7, 31])

@@ -23,9 +23,10 @@ RUN_FILES = frozenset(
     (
         *("model", "model.partial", "config.yaml", "metrics.jsonl", "waits.jsonl", "loss.png", "trace.json"),
         *("tensorboard", "csv", "wandb"),
+        *(".loss.png.part", "trace.json.tmp"),
     )
 )
-"""Everything that a run writes into its folder."""
+"""Everything that a run writes into its folder, what one that is killed leaves half-written too."""
 
 
 def is_run_folder(folder: Path) -> bool:

@@ -5,6 +5,7 @@ For who else wants to know (`heavylift.train.bench`), rank 0 keeps what it repor
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -155,7 +156,12 @@ def _steps(run: Run, reporter: Reporter | None) -> None:
         stop_s = time.perf_counter()
         step_s, start_s = stop_s - start_s, stop_s
         ranges = optimizer.timeline.take()
-        paused = tracer is not None and tracer.end_step(step + 1, ranges, optimizer.take_thread_spans())
+        paused = False
+        try:
+            paused = tracer is not None and tracer.end_step(step + 1, ranges, optimizer.take_thread_spans())
+        except (OSError, ValueError) as error:  # of the disk; of JSON of which torch has written a part
+            tracer, paused = None, True  # it would keep the ranges of all later steps
+            _tell(run.recipe.output_dir / "trace.json", error)
         waits = None
         if _has_host_tier(run):
             mine = watch.step(step + 1, optimizer.last_schedule, ranges, optimizer.take_device_gate_s())
@@ -167,6 +173,14 @@ def _steps(run: Run, reporter: Reporter | None) -> None:
         if step == num_steps - 1 or (every is not None and (step + 1) % every == 0):
             _evaluate(run, step + 1, reporter)
             paused = True
+
+
+def _tell(path: Path, error: OSError | ValueError) -> None:
+    """Of a picture that cannot be written: the run is worth more. Half of one is removed."""
+    reason = error.strerror if isinstance(error, OSError) else "only a part of it was written"
+    print(f"{path}: cannot be written: {reason}; the run goes on without it", file=sys.stderr, flush=True)
+    for left in (path, path.with_name(f"{path.name}.tmp")):  # torch writes that one
+        left.unlink(missing_ok=True)
 
 
 def _evaluate(run: Run, step: int, reporter: Reporter | None) -> None:
@@ -228,6 +242,9 @@ def finish(run: Run, folder: Path) -> None:
             max_shard_bytes=run.recipe.export.max_shard_bytes,
         )
     if run.ranks.rank == 0:
-        plot_loss(folder / "metrics.jsonl", folder / "loss.png")
+        try:
+            plot_loss(folder / "metrics.jsonl", folder / "loss.png")
+        except OSError as error:
+            _tell(folder / "loss.png", error)
         where = str(folder / "model") if run.recipe.export.save else "not saved (export.save is false)"
         print(end_summary(read_metrics(folder / "metrics.jsonl"), where), flush=True)

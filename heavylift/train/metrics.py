@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from heavylift.config.words import counted
 from heavylift.errors import UserError
 from heavylift.train.waits import StepWaits
 from heavylift.units import GIB
@@ -72,36 +74,52 @@ class RunMetrics:
 
 
 class MetricsWriter:
-    """Appends records to `path`, each flushed at once, so that a killed run keeps all its steps.
+    """Appends records to `path`, each written at once, so that a killed run keeps all its steps.
 
+    What the disk refuses (it is full) is kept, told once and tried again with the next record: the run is worth more.
     A context manager; only one process of a run may hold it. Raises UserError where the file cannot be opened.
     """
 
     def __init__(self, path: Path | str) -> None:
         try:
-            self._file = open(path, "a", encoding="utf-8")
+            # unbuffered: how much of a line a full disk has taken is then known
+            self._file = open(path, "ab", buffering=0)
         except OSError as error:
             raise UserError(
                 f"{path}: expected to be able to append metrics, got {error.strerror}; change train.output_dir"
             ) from None
+        self._unwritten = b""
+        self._told = False
 
     def write(self, record: StepMetrics | EvalMetrics | StepWaits) -> None:
-        """Append one line. Raises UserError where it cannot be written (disk full)."""
+        """Append one line."""
         values = {key: _finite_or_none(value) for key, value in asdict(record).items()}
+        self._unwritten += (json.dumps(values, allow_nan=False) + "\n").encode()
+        self._write_out()
+
+    def _write_out(self) -> None:
         try:
-            self._file.write(json.dumps(values, allow_nan=False) + "\n")
-            self._file.flush()
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
-            raise UserError(
-                f"{self._file.name}: cannot be written: {error.strerror}; free the disk or change train.output_dir"
-            ) from None
+            if not self._told:
+                self._tell(f"cannot be written: {error.strerror}; the run goes on and tries again: free the disk")
+            self._told = True
+        else:
+            self._told = False
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        try:
-            self._file.close()
-        except OSError:
-            pass  # the rest of a line that `write` could not write, and has told of
+        if self._file.closed:
+            return
+        self._write_out()
+        if self._unwritten:
+            lost = counted(len(self._unwritten.splitlines()), "line")
+            self._tell(f"the last {lost} could not be written")
+        self._file.close()
+
+    def _tell(self, what: str) -> None:
+        print(f"{self._file.name}: {what}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         return self

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from heavylift.errors import UserError
 from heavylift.files import replacing
 from heavylift.train.metrics import RunMetrics, read_metrics
 
@@ -23,9 +23,10 @@ def plot_loss(metrics_path: Path | str, png_path: Path | str) -> None:
     """Draw the training loss (in long runs with a smoothed line) and the evaluations; replaces `png_path`.
 
     Steps whose loss is not finite leave a gap. A run without any step gives an empty picture. Raises UserError for an
-    unreadable metrics file or a folder that cannot be written.
+    unreadable metrics file, OSError for a picture that cannot be written.
     """
     metrics = read_metrics(metrics_path)
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a cache of fonts that cannot be kept is no news
     # the figure without pyplot: no global state, and no window system is looked for
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -33,11 +34,8 @@ def plot_loss(metrics_path: Path | str, png_path: Path | str) -> None:
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     _draw(figure.add_subplot(), metrics)
-    try:
-        with replacing(Path(png_path)) as part, open(part, "wb") as file:
-            canvas.print_png(file)
-    except OSError as error:
-        raise UserError(f"{png_path}: expected to be able to write, got {error.strerror}; change the path") from None
+    with replacing(Path(png_path)) as part, open(part, "wb") as file:
+        canvas.print_png(file)
 
 
 def _draw(axes: Axes, metrics: RunMetrics) -> None:
