@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from heavylift.errors import UserError
 
@@ -121,6 +122,25 @@ def param_group(module: nn.Module) -> Any:
     """What FSDP2 keeps of the parameters that `module` gathers; None where it gathers none."""
     assert isinstance(module, FSDPModule), f"{type(module)} is not under fully_shard"
     return module._get_fsdp_state()._fsdp_param_group
+
+
+def join_nested_forwards(module: nn.Module) -> None:
+    """Makes a call of `module` from inside of one of its own forward methods part of that forward, as torch 2.13 does.
+
+    torch 2.11 registers another end of its backward there: FSDP2 then reduces before the method's own gradients are
+    there, and those would be reduced with the next step's.
+    """
+    group = param_group(module)
+    if group is None:
+        return
+    pre_forward = group.pre_forward
+
+    def pre_forward_once(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if group._training_state is TrainingState.FORWARD:
+            return args, kwargs  # gathered already
+        return pre_forward(module, args, kwargs)
+
+    group.pre_forward = pre_forward_once
 
 
 def gathered_twin(param: Any) -> nn.Parameter | None:

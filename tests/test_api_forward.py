@@ -14,6 +14,7 @@ from parity_api.runs import Case, ds_config, masters, train, whole
 from parity_api.small import message_of, rows
 from ranks.pool import run_on_ranks
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import heavylift
 
@@ -130,16 +131,21 @@ class Methods(nn.Module):
         self.first.weight.add_(by)
 
 
-def methods_job() -> dict[str, Any]:
+TORCH_RECOVERS = hasattr(FSDPModule, "reset_iter_state")
+"""Whether FSDP2 can go on after an exception in a forward (torch 2.13)."""
+
+
+def methods_job(calls: tuple[str, ...]) -> dict[str, Any]:
     torch.manual_seed(6)
     engine, *_ = heavylift.initialize(model=Methods(), config=ds_config(Case("", 3, "cpu"), dist.get_world_size()))
     for step in range(4):
         x = rows(8)[0]
         # one method that uses all, or a method and forward one after the other
-        engine.backward(engine.loss_of(x) if step % 2 else engine(engine.encode(x)).square().mean())
+        one = calls[step % len(calls)] == "one"
+        engine.backward(engine.loss_of(x) if one else engine(engine.encode(x)).square().mean())
         engine.step()
     trained = masters(engine)
-    message = message_of(lambda: engine.shift(torch.ones(())))
+    message = message_of(lambda: engine.shift(torch.ones(()))) if TORCH_RECOVERS else ""
     engine.clip()
     clipped = {n: whole(p) for n, p in engine.module.named_parameters()}
     engine.backward(engine.loss_of(rows(8)[0]))
@@ -149,9 +155,10 @@ def methods_job() -> dict[str, Any]:
     return {"trained": trained, "message": message, "clipped": clipped, "after": after}
 
 
+@pytest.mark.parametrize("calls", [("one",), ("two",), ("two", "one")], ids=["one", "two", "both"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_methods_that_use_parameters_outside_of_forward(world_size: int) -> None:
-    result = run_on_ranks(world_size, methods_job)[0]
+def test_methods_that_use_parameters_outside_of_forward(world_size: int, calls: tuple[str, ...]) -> None:
+    result = run_on_ranks(world_size, methods_job, calls)[0]
     torch.manual_seed(6)
     model = Methods()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
@@ -167,14 +174,15 @@ def test_methods_that_use_parameters_outside_of_forward(world_size: int) -> None
         assert torch.equal(result["clipped"][name], result["trained"][name].clamp(-0.1, 0.1)), name
         # the masters follow what the script wrote: one more step away from there, not from the unclipped weights
         assert 0 < float((result["after"][name] - result["clipped"][name]).abs().max()) < 0.02, name
-    assert "Methods.shift: it writes into first.weight, which are gathered copies" in result["message"]
-    assert "call engine.module.shift()" in result["message"]
+    if TORCH_RECOVERS:
+        assert "Methods.shift: it writes into first.weight, which are gathered copies" in result["message"]
+        assert "call engine.module.shift()" in result["message"]
 
 
 def failures_job() -> dict[str, Any]:
     """Exceptions inside of forward and backward, caught by the script."""
     results: dict[str, Any] = {}
-    for name in ("undisturbed", "disturbed"):
+    for name in ("undisturbed", "disturbed") if TORCH_RECOVERS else ():
         engine, *_ = heavylift.initialize(model=make_branches(), config=ds_config(Case("", 2, "cpu", "fp32", 2), 2))
         for _ in range(2):
             for micro in range(2):
@@ -206,9 +214,10 @@ def failures_job() -> dict[str, Any]:
 
 def test_an_exception_that_a_script_catches_leaves_nothing_stale() -> None:
     results = run_on_ranks(2, failures_job)[0]
-    undisturbed, disturbed = results["undisturbed"], results["disturbed"]
-    assert all(torch.equal(undisturbed[n], disturbed[n]) for n in undisturbed)
-    assert not torch.equal(undisturbed["inside.weight"], dict(make_branches().named_parameters())["inside.weight"])
+    if TORCH_RECOVERS:
+        undisturbed, disturbed = results["undisturbed"], results["disturbed"]
+        assert all(torch.equal(undisturbed[n], disturbed[n]) for n in undisturbed)
+        assert not torch.equal(undisturbed["inside.weight"], dict(make_branches().named_parameters())["inside.weight"])
     assert "cannot go on after an exception in forward, with RuntimeError" in results["forward"]
     assert "cannot go on after an exception in backward, with ZeroDivisionError" in results["backward"]
 

@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+from heavylift.api.flops_ops import more_operators
 from heavylift.api.flops_profiler import FlopsProfiler, get_model_profile
 from heavylift.api.flops_text import (
     duration_to_string,
@@ -171,6 +173,12 @@ class _Call(nn.Module):
         # 2 products of [q, k] x dim for each of 2 x 3 heads; a causal mask saves nothing
         (F.scaled_dot_product_attention, [(2, 3, 7, 16)] * 3, 2 * 2 * 2 * 3 * 7 * 7 * 16),
         (lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True), [(1, 1, 4, 8)] * 3, 4 * 4 * 4 * 8),
+        # two heads of keys for four of queries: torch 2.11 raises where it counts this itself
+        (
+            lambda *qkv: F.scaled_dot_product_attention(*qkv, enable_gqa=True),
+            [(2, 4, 7, 16), (2, 2, 7, 16), (2, 2, 7, 16)],
+            2 * 2 * 2 * 4 * 7 * 7 * 16,
+        ),
         (torch.matmul, [(4, 5), (5,)], 2 * 4 * 5),
         (torch.dot, [(6,), (6,)], 2 * 6),
         (lambda a, b: torch.einsum("bij,bjk->bik", a, b), [(2, 3, 4), (2, 4, 5)], 2 * 2 * 3 * 4 * 5),
@@ -180,6 +188,19 @@ class _Call(nn.Module):
 )
 def test_operators(function: Any, shapes: list[tuple[int, ...]], flops: int) -> None:
     assert profiled(_Call(function), *(torch.randn(shape) for shape in shapes)).get_total_flops() == flops
+
+
+def test_attention_is_counted_as_torch_counts_it_wherever_it_runs() -> None:
+    counts, aten = more_operators(), torch.ops.aten
+    query, key, value, out = (2, 6, 7, 16), (2, 6, 9, 16), (2, 6, 9, 24), (2, 6, 7, 24)
+    shared = (2, 3, 9, 16), (2, 3, 9, 24)
+    for kind in ("efficient_attention", "flash_attention", "cudnn_attention", "flash_attention_for_cpu"):
+        forward = counts[getattr(aten, f"_scaled_dot_product_{kind}")]
+        backward = counts[getattr(aten, f"_scaled_dot_product_{kind}_backward")]
+        assert forward(query, key, value, out_shape=out) == sdpa_flop_count(query, key, value)
+        assert backward(out, query, key, value) == sdpa_backward_flop_count(out, query, key, value)
+        assert forward(query, *shared, out_shape=out) == forward(query, key, value)
+        assert backward(out, query, *shared) == backward(out, query, key, value)
 
 
 @pytest.mark.parametrize("grad", [True, False])

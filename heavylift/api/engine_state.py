@@ -23,7 +23,7 @@ from heavylift.config.deepspeed.settings import Precision, Settings
 from heavylift.errors import UserError
 from heavylift.offload.optimizer import TieredAdamW
 from heavylift.ranks import Ranks
-from heavylift.sharding import ShardedModel
+from heavylift.sharding import ShardedModel, join_nested_forwards
 
 StepOptimizer = TieredAdamW | TorchStep
 
@@ -73,6 +73,7 @@ class EngineState(nn.Module):
         self._batch = settings.batch
         self._cpu_group = cpu_group()
         self._presence = GradientPresence(sharded, ranks.device)
+        join_nested_forwards(sharded.module)
         self._part_forwards = PartForwards(sharded)
         self._settle_hooks = self._settle_before_state_dicts()
 

@@ -1,4 +1,5 @@
-"""FLOPs of operators that `torch.utils.flop_counter` does not know: attention and LSTMs on the CPU, and a few more.
+"""FLOPs of operators that `torch.utils.flop_counter` does not know: attention and LSTMs on the CPU, and a few more; and
+of attention everywhere, where torch 2.11 raises for keys and values of fewer heads than the queries.
 
 A multiplication and an addition are 2 FLOPs, as there; only products count, nothing that works element by element.
 """
@@ -9,21 +10,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 Shape = Sequence[int]
 # every function gets the operator's arguments with shapes in place of tensors, and the shape of the result
 
 
 def _attention(query: Shape, key: Shape, value: Shape, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """query [batch, heads, q, dim], key and value [batch, heads, k, dim]; a causal mask saves nothing, as in torch."""
-    return int(sdpa_flop_count(query, key, value))
+    """query [batch, heads, q, dim], key [batch, fewer, k, dim], value [batch, fewer, k, other]: a head of keys serves
+    several of queries. A causal mask saves nothing, as in torch."""
+    scores = _scores(query, key)
+    return 2 * scores * (query[-1] + value[-1])
 
 
 def _attention_backward(
     grad_out: Shape, query: Shape, key: Shape, value: Shape, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
-    return int(sdpa_backward_flop_count(grad_out, query, key, value))
+    """The scores again, then four products: the gradients of scores, values, queries and keys."""
+    scores = _scores(query, key)
+    return 2 * scores * (3 * query[-1] + 2 * value[-1])
+
+
+def _scores(query: Shape, key: Shape) -> int:
+    batch, heads, num_queries, _ = query
+    return batch * heads * num_queries * key[-2]
 
 
 def _matrix_vector(matrix: Shape, vector: Shape, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
@@ -59,11 +69,15 @@ def _cudnn_rnn(input: Shape, weights: Sequence[Shape], *args: Any, out_shape: An
     return 2 * input[0] * input[1] * sum(weight[0] * weight[1] for weight in weights if len(weight) == 2)
 
 
+_KINDS_OF_ATTENTION = ("efficient_attention", "flash_attention", "cudnn_attention")
+_MORE_KINDS_OF_ATTENTION = ("flash_attention_for_cpu", "fused_attention_overrideable")
+_REPLACED: dict[str, Callable[..., int]] = {
+    **{f"_scaled_dot_product_{kind}": _attention for kind in _KINDS_OF_ATTENTION},
+    **{f"_scaled_dot_product_{kind}_backward": _attention_backward for kind in _KINDS_OF_ATTENTION},
+}
 _WANTED: dict[str, Callable[..., int]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "_scaled_dot_product_fused_attention_overrideable": _attention,
-    "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+    **{f"_scaled_dot_product_{kind}": _attention for kind in _MORE_KINDS_OF_ATTENTION},
+    **{f"_scaled_dot_product_{kind}_backward": _attention_backward for kind in _MORE_KINDS_OF_ATTENTION},
     "mv": _matrix_vector,
     "addmv": _add_matrix_vector,
     "dot": _dot,
@@ -74,6 +88,11 @@ _WANTED: dict[str, Callable[..., int]] = {
 
 
 def more_operators() -> dict[Any, Callable[..., int]]:
-    """For `FlopCounterMode(custom_mapping=...)`: those of ours that this torch has and does not count itself."""
-    found = {getattr(torch.ops.aten, name): count for name, count in _WANTED.items() if name in dir(torch.ops.aten)}
-    return {operator: count for operator, count in found.items() if operator not in flop_registry}
+    """For `FlopCounterMode(custom_mapping=...)`: attention, and those of ours that this torch does not count itself."""
+    missing = {operator: count for operator, count in _there(_WANTED).items() if operator not in flop_registry}
+    return {**_there(_REPLACED), **missing}
+
+
+def _there(counts: dict[str, Callable[..., int]]) -> dict[Any, Callable[..., int]]:
+    """By operator, of those that this torch has."""
+    return {getattr(torch.ops.aten, name): count for name, count in counts.items() if name in dir(torch.ops.aten)}
