@@ -145,3 +145,10 @@ def test_interrupted(tiny_llama_dir: Path) -> None:
         process.kill()
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
+
+
+def test_a_working_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    line = ["bash", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$@"', "bash", *heavylift_command()]
+    done = subprocess.run([*line, "train", "x.yaml"], env=command_env(), cwd=tmp_path, capture_output=True, text=True)
+    said = "error: the working folder cannot be used: No such file or directory; change into one that is there\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)

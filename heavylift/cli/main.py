@@ -21,6 +21,7 @@ from heavylift.cli.launch import is_launch_line
 from heavylift.errors import EXIT_USER_ERROR, UserError
 from heavylift.launch.entry import leave
 from heavylift.launch.runner import started_elsewhere
+from heavylift.launch.screen import keep_running_without_screen
 
 # plain texts: boxes and colours make error messages hard to read in logs
 app = typer.Typer(
@@ -203,8 +204,22 @@ def show_problems(error: UserError) -> None:
         print(f"error: {' '.join(problem.splitlines())}", file=sys.stderr)
 
 
+def _leave_without_working_folder() -> None:
+    """Every command reads paths from there; Python itself only shows a traceback."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        print(
+            f"error: the working folder cannot be used: {error.strerror}; change into one that is there",
+            file=sys.stderr,
+        )
+        raise SystemExit(EXIT_USER_ERROR) from None
+
+
 def run() -> None:
     """Entry point of the installed command."""
+    keep_running_without_screen()
+    _leave_without_working_folder()
     if is_launch_line(sys.argv[1:]):
         sys.argv.insert(1, "launch")
     try:

@@ -30,6 +30,7 @@ from heavylift.launch.binding import bind_process, num_memory_nodes, place_of_ra
 from heavylift.launch.failures import another_has_a_user_error, claim_folder, tell
 from heavylift.launch.quota import BIND_VARIABLE, PLACES_VARIABLE
 from heavylift.launch.rank_output import worker_redirect
+from heavylift.launch.screen import keep_running_without_screen
 
 PARENT_VARIABLE = "HEAVYLIFT_LAUNCHER_PID"
 AS_DEEPSPEED_VARIABLE = "HEAVYLIFT_AS_DEEPSPEED"
@@ -120,7 +121,9 @@ def main() -> None:
         from heavylift.compat import install
 
         install()
-    if kind != "worker":
+    if kind == "worker":
+        keep_running_without_screen()
+    else:
         from heavylift.api import script_errors
 
         script_errors.install()
