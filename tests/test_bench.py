@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import Finished, command_env
+from conftest import Finished, command_env, heavylift_command
 
 from heavylift.errors import UserError
 from heavylift.offload.policy import CALM_STEPS
@@ -188,6 +188,26 @@ class TestBadInput:
         (tmp_path / "file").write_text("")
         ended = run_heavylift("bench", recipe, "--out", tmp_path / "file")
         assert ended.rc == 2 and len(ended.errors) == 1 and "change --out" in ended.errors[0]
+
+    @pytest.mark.parametrize(
+        ("limit_kib", "said"),
+        [
+            (1, "recipe.yaml: cannot be written: File too large; free the disk or set TMPDIR"),
+            (3, "tiny.json: cannot be written (File too large); change --out or --name"),
+        ],
+    )
+    def test_a_full_disk_leaves_no_half_result(self, recipe: Path, tmp_path: Path, limit_kib: int, said: str) -> None:
+        # no file may grow beyond that: writes really fail
+        limited = ["bash", "-c", f'ulimit -f {limit_kib}; exec "$@"', "bash"]
+        line = [*limited, *heavylift_command(), "bench", recipe, "--nproc", "1"]
+        more = ["--warmup", "0", "train.max_steps=1", "--out", tmp_path]
+        done = subprocess.run(
+            [*line, *more], env=command_env(), stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        assert done.returncode == 2, done.stderr
+        [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert error.endswith(said)
+        assert list(tmp_path.iterdir()) == []
 
     def test_warm_up_leaves_a_step(self) -> None:
         BenchRequest("n", "p", 1, 0.0).check(2)

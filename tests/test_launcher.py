@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 from conftest import command_env
 from processes import gone
+from torch.distributed import DistNetworkError
 
 from heavylift.config.schema import Recipe
+from heavylift.errors import UserError
 from heavylift.launch import binding, cores, quota
-from heavylift.launch.runner import first_cause
+from heavylift.launch.runner import NodeRun, first_cause, run_node
 
 # a worker that joins the process group, notes its process id and environment, then ends as told
 WORKER = """
@@ -137,7 +139,8 @@ import os, signal
 launcher = os.environ.get("HEAVYLIFT_LAUNCHER_PID")
 if launcher == str(os.getppid()):
     os.kill(os.getpid(), signal.SIGINT)
-    os.kill(int(launcher), signal.SIGINT)
+    if os.environ["RANK"] == "0":
+        os.kill(int(launcher), signal.SIGINT)
 """
 
 
@@ -160,6 +163,15 @@ def test_under_torchrun_each_rank_works_in_place(tmp_path: Path) -> None:
     done = subprocess.run([*torchrun, tmp_path / "here.py", "ok", tmp_path], env=env, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()
     assert [note[1:4] for note in notes(tmp_path)] == [[0, 2, 0], [1, 2, 1]]
+
+
+def test_a_machine_that_cannot_start_ranks_is_not_asked_for_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise DistNetworkError("Failed to init uv loop")
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", refuse)
+    with pytest.raises(UserError, match="^the ranks cannot be started on this machine: Failed to init uv loop$"):
+        run_node(NodeRun(1, ("worker", "no_module")))
 
 
 def test_first_cause() -> None:

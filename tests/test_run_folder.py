@@ -6,6 +6,8 @@ import errno
 import fcntl
 import json
 import os
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -224,6 +226,20 @@ def test_what_the_user_put_into_a_run_folder_is_not_deleted(tmp_path: Path) -> N
     check_output_dir(_recipe(tmp_path / "run"))
 
 
-def test_a_name_too_long_is_a_user_error(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_the_lock_is_a_user_error(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit then fails
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        with pytest.raises(UserError, match="run: cannot be made: File too large; free the disk or choose another"):
+            RunFolder(tmp_path / "run").make_room()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, old)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("length", [300, 250])  # longer names stand beside it while it is replaced
+def test_a_name_too_long_is_a_user_error(tmp_path: Path, length: int) -> None:
     with pytest.raises(UserError, match="cannot be made: File name too long"):
-        check_output_dir(_recipe(tmp_path / ("a" * 300)))
+        check_output_dir(_recipe(tmp_path / ("a" * length)))

@@ -44,8 +44,8 @@ def run_bench(
         check_processes(recipe, num_samples, nproc)
         out.mkdir(parents=True, exist_ok=True)
         request_path = Path(folder) / "request.json"
-        request.write(request_path)
         args = [write_recipe(resolved(recipe, nproc), Path(folder)), str(request_path)]
+        request.write(request_path)
         code = launch_workers(nproc, args)
         trace = recipe.output_dir / "trace.json"
         if code == 0 and trace.exists():

@@ -96,9 +96,12 @@ def resolved(recipe: Recipe, nproc: int) -> Recipe:
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> str:
-    """Writes the recipe for the workers into `folder`; returns its path."""
+    """Writes the recipe for the workers into `folder`; returns its path. Raises UserError for a disk that refuses."""
     path = folder / "recipe.yaml"
-    path.write_text(dump_recipe(recipe), encoding="utf-8")
+    try:
+        path.write_text(dump_recipe(recipe), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}; free the disk or set TMPDIR") from None
     return str(path)
 
 

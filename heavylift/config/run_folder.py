@@ -53,7 +53,7 @@ def check_output_dir(recipe: Recipe) -> None:
     """Raises UserError if the run folder exists (and may not be replaced) or cannot be made."""
     folder = recipe.output_dir
     try:
-        folder.exists()
+        aside_of(folder).exists()  # the longest of the names
         put_back_left_over(folder)
     except OSError as error:  # a name too long, a loop of links
         raise UserError(f"{str(folder)[:80]}: cannot be made: {error.strerror}; {_HOW}") from None
@@ -84,6 +84,11 @@ def check_output_dir(recipe: Recipe) -> None:
 
 def _foreign_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in RUN_FILES)
+
+
+def aside_of(folder: Path) -> Path:
+    """Where this process moves an older run of the folder."""
+    return folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
 
 
 def put_back_left_over(folder: Path) -> None:
@@ -186,15 +191,19 @@ class RunFolder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._existed_empty = folder.is_dir() and not any(folder.iterdir())
-        self._aside = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
+        self._aside = aside_of(folder)
         self._lock = _Lock(folder)
 
     def make_room(self) -> None:
         """Move an older run aside (same file system, so this is one rename).
 
-        Raises UserError while another run is at work in the folder.
+        Raises UserError while another run is at work in the folder, and where the disk refuses.
         """
-        owner = self._lock.take()
+        try:
+            owner = self._lock.take()
+        except OSError as error:
+            self._lock.release()
+            raise UserError(f"{self._folder}: cannot be made: {error.strerror}; free the disk or {_HOW}") from None
         if owner is not None:
             raise UserError(f"{self._folder}: another run is at work there (process {owner}); {_HOW}")
         if self._folder.is_dir() and not self._existed_empty:

@@ -148,8 +148,10 @@ def run_node(run: NodeRun, root: Path = Path("/")) -> int:
                 print(f"ended by {ended.sigval.name}; the workers are stopped", file=sys.stderr)
             return 128 + ended.sigval
         except (DistNetworkError, DistStoreError) as error:
-            where = f"{run.master_addr}:{run.master_port}"
             reason = " ".join(str(error).split())[:200]
+            if run.master_port is None:
+                raise UserError(f"the ranks cannot be started on this machine: {reason}") from None
+            where = f"{run.master_addr}:{run.master_port}"
             raise UserError(
                 f"node {run.node_rank} of {run.num_nodes}: no rendezvous at {where}: {reason}; check --master_addr and "
                 "--master_port, and that every node was started"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from heavylift.config.schema import Tier
 from heavylift.errors import UserError
+from heavylift.files import replacing
 from heavylift.train.bench_request import BenchRequest
 from heavylift.train.loop import History
 from heavylift.train.machine_facts import machine_facts, version_facts
@@ -41,11 +41,9 @@ def write_result(run: Run, history: History, request: BenchRequest) -> None:
         return
     text = json.dumps(finite(result(run, history, request, float(pinned) / GIB)), indent=1, allow_nan=False) + "\n"
     path = Path(request.path)
-    # under another name first: a file that is there is whole
-    part = path.with_name(f".{path.name}.part-{os.getpid()}")
     try:
-        part.write_text(text, encoding="utf-8")
-        part.rename(path)
+        with replacing(path) as part:
+            part.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); change --out or --name") from None
 

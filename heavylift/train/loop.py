@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich import print as rich_print
+from rich import get_console
 
 from heavylift.checkpoint.huggingface import save_model
 from heavylift.collective_waits import CollectiveWaits
@@ -63,7 +63,7 @@ def train(run: Run) -> History:
     if run.ranks.rank == 0:
         write_config(run.recipe, folder)
         for line in report_lines(run.data.samples.report):
-            rich_print(line)
+            get_console().print(line, soft_wrap=True)
         print(banner(_summary(run)), flush=True)
         with ExitStack() as stack:
             writer = stack.enter_context(MetricsWriter(folder / "metrics.jsonl"))
