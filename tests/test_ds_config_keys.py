@@ -205,6 +205,7 @@ def _merged(first: Any, second: Any) -> Any:
         ({"zero_optimisation": {}}, "zero_optimisation: unknown key; did you mean zero_optimization?"),
         ({"stage": 3}, "stage: unknown key; did you mean zero_optimization.stage?"),
         ({"lr": 3}, "lr: unknown key; did you mean optimizer.params.lr?"),
+        ({"fp16.enabled": True}, "fp16.enabled: unknown key; write enabled inside of the block fp16"),
         ({"bf16": {"enable": True}}, "bf16.enable: unknown key; did you mean bf16.enabled?"),
         ({"bf16": {"loss_scale": 0}}, "bf16.loss_scale: unknown key; did you mean fp16.loss_scale?"),
         (
@@ -234,6 +235,15 @@ def test_unknown_keys(config: dict[Any, Any], said: str) -> None:
     found = problems(BASE | config)
     assert len(found) == 1 and found[0].startswith(f"ds_config: {said}"), found
     assert "\n" not in found[0]
+
+
+def test_dotted_keys_that_libraries_write_beside_a_block() -> None:
+    """TRL's, for a model that is not trained. What a key with an effect would do there is a mistake, not a note."""
+    sizes = {"reduce_bucket_size": 64, "stage3_param_persistence_threshold": 80, "stage3_prefetch_bucket_size": 57}
+    dotted = {f"zero_optimization.{name}": size for name, size in sizes.items()}
+    notes = load_settings(BASE | {"zero_optimization": {"stage": 3}, **dotted}, 1).notes
+    inside = load_settings(BASE | {"zero_optimization": {"stage": 3, **sizes}}, 1).notes
+    assert notes == inside and len(notes) > 0
 
 
 def test_keys_that_are_comments() -> None:

@@ -134,7 +134,11 @@ def _walk_block(
             continue
         written = prefix + (named(name) if isinstance(name, str) else shown(name))
         canonical = names.get(name) if isinstance(name, str) else None
-        if canonical is None:
+        dotted = _dotted(name) if canonical is None and block is DeepSpeedConfig else None
+        if dotted is not None and key_of(dotted).status is Status.NO_EFFECT:
+            # libraries write these beside the block, for models that are not trained, and DeepSpeed drops them
+            walk.note(prefix + str(name), value, f"no effect: {key_of(dotted).text}")
+        elif canonical is None:
             walk.problem((*path, str(name)[:60]), written, _unknown(name, block, prefix), value)
         elif canonical in entries:
             walk.problem((*path, canonical), written, f"means {entries[canonical][0]}, given too; remove one", value)
@@ -340,9 +344,25 @@ def _field_at(path: Path, walk: _Walk) -> FieldInfo | None:
     return found
 
 
+def _dotted(name: Any) -> FieldInfo | None:
+    """The key that a dotted name at the top (`zero_optimization.stage`) means; None: not one of a block."""
+    block: type[Block] | None = DeepSpeedConfig
+    found: FieldInfo | None = None
+    for part in name.split(".") if isinstance(name, str) and "." in name else ():
+        canonical = None if block is None else canonical_names(block).get(part)
+        if block is None or canonical is None:
+            return None
+        found = block.model_fields[canonical]
+        block = block_of(found)
+    return found
+
+
 def _unknown(name: Any, block: type[Block], prefix: str) -> str:
     if not isinstance(name, str):
         return "expected a name before the colon"
+    if block is DeepSpeedConfig and _dotted(name) is not None:
+        inner, _, last = name.rpartition(".")
+        return f"unknown key; write {last} inside of the block {inner}"
     known = canonical_names(block)
     owners = [owner for owner in _owners(name) if owner != prefix + name]
     match = _nearest(name, known)
