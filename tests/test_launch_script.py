@@ -380,7 +380,7 @@ def test_under_nohup_a_closed_terminal_ends_nothing(here: Here, tmp_path: Path) 
         process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_one_rank_ends_the_others(here: Here, tmp_path: Path, number: signal.Signals) -> None:
     process = command(tmp_path, "launch", "--num_gpus", "2", "sleep.py")
     try:
@@ -389,6 +389,7 @@ def test_a_signal_to_one_rank_ends_the_others(here: Here, tmp_path: Path, number
         _, err = process.communicate(timeout=120)
         assert process.returncode == 128 + number and gone(ranks)
         assert err.splitlines()[-1].startswith(f"error: rank 1 of 2 was killed ({number.name})")
+        assert "Traceback" not in err
     finally:
         process.kill()
 

@@ -68,7 +68,7 @@ def leave(code: int) -> NoReturn:
     """
     logging.shutdown()
     _flush()
-    os._exit(code)
+    _exit(code)
 
 
 def leave_script(code: int) -> NoReturn:
@@ -76,6 +76,14 @@ def leave_script(code: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _flush()
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """A negative code is a signal, as in `subprocess`: whoever waits for this process then sees that it was one."""
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
     os._exit(code)
 
 
@@ -154,7 +162,7 @@ def _run(code: Callable[[], object], end_with: Callable[[int], NoReturn] | None 
     try:
         code()
     except KeyboardInterrupt:
-        end_with(128 + signal.SIGINT)
+        end_with(-signal.SIGINT)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             if end.code:
