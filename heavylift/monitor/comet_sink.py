@@ -58,7 +58,8 @@ class CometSink:
                 self._experiment.set_name(experiment_name)
         except Exception as error:
             raise UserError(
-                f"monitor comet: cannot start an experiment: {one_line(error)}; set COMET_API_KEY, or `online: false`"
+                f"monitor comet: cannot start an experiment: {one_line(error)}; set COMET_API_KEY, or "
+                "COMET_START_ONLINE=0 (in a ds_config: `online: false`) to keep it on this machine"
             ) from None
 
     def write(self, events: Sequence[Event]) -> None:
