@@ -11,6 +11,7 @@ import torch
 
 from heavylift.config.schema import ModelConfig
 from heavylift.models import load
+from heavylift.models import stored as stored_module
 
 
 def test_headers_are_read_once_and_the_weights_are_right(tiny_llama_tied_dir: Path, monkeypatch: Any) -> None:
@@ -21,7 +22,8 @@ def test_headers_are_read_once_and_the_weights_are_right(tiny_llama_tied_dir: Pa
         opened[Path(path)] += 1
         return real_open(path, framework=framework)
 
-    monkeypatch.setattr(load, "safe_open", counting_open)
+    for module in (load, stored_module):
+        monkeypatch.setattr(module, "safe_open", counting_open)
     config = ModelConfig(model_name_or_path=str(tiny_llama_tied_dir))
     model = load.build_on_meta(load.load_hf_config(tiny_llama_tied_dir, False), config, torch.float32)
     stored = load.check_weights(model, tiny_llama_tied_dir)

@@ -7,13 +7,14 @@
 
 Beside `zero.Init`, which runs a model's own constructor, this needs neither time nor memory to build a model and reads
 each byte of a checkpoint on one rank. Left out: models whose buffers cannot be computed again (see
-`set_weights_source`), checkpoints whose tensors transformers renames or merges while loading.
+`set_weights_source`), checkpoints whose tensors transformers cuts or computes anew while loading.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -23,14 +24,8 @@ from safetensors import safe_open
 from torch import nn
 
 from heavylift.errors import UserError
-from heavylift.models.load import (
-    StoredTensor,
-    check_weights,
-    init_random_weights,
-    load_weights,
-    local_slice,
-    materialise,
-)
+from heavylift.models.load import copy_box, init_random_weights, load_weights, local_slice, materialise
+from heavylift.models.stored import StoredTensor, check_weights
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,7 @@ class WeightsSource:
 
     def __init__(self, model: nn.Module, source: Path | RandomWeights) -> None:
         self._source = source
-        self._stored: dict[str, StoredTensor] = {}
+        self._stored: dict[str, tuple[StoredTensor, ...]] = {}
         if isinstance(source, Path):
             self._stored = check_weights(model, source)
 
@@ -61,13 +56,20 @@ class WeightsSource:
     def read_masters(self, params: dict[str, nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, this rank's values in the files, float32, flat), one parameter at a time; nothing for random weights,
         which are drawn in the dtype that trains."""
-        for path in sorted({stored.path for name, stored in self._stored.items() if name in params}):
-            with safe_open(path, framework="pt") as file:
-                for name, stored in self._stored.items():
-                    if stored.path == path and name in params:
-                        local, where = local_slice(params[name])
-                        if local.numel() > 0:
-                            yield name, file.get_slice(stored.name)[where].to(torch.float32).flatten()
+        wanted = [(n, sorted(pieces, key=lambda each: each.path)) for n, pieces in self._stored.items() if n in params]
+        with ExitStack() as stack:
+            opened: Path | None = None
+            for name, pieces in sorted(wanted, key=lambda each: each[1][0].path):
+                local, where = local_slice(params[name])
+                if local.numel() == 0:
+                    continue
+                values = torch.empty(local.shape, dtype=torch.float32)
+                for piece in pieces:
+                    if piece.path != opened:
+                        stack.close()
+                        file, opened = stack.enter_context(safe_open(piece.path, framework="pt")), piece.path
+                    copy_box(file, piece, values, where)
+                yield name, values.flatten()
 
 
 _sources: WeakKeyDictionary[nn.Module, WeightsSource] = WeakKeyDictionary()

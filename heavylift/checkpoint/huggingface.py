@@ -4,7 +4,7 @@ Every tensor is gathered, cast and written before the next one is touched, so no
 file of it. The safetensors format (8 bytes header length, JSON header, raw data) is written here because its library
 only saves what is whole in memory. The folder gets its final name when it is complete.
 
-Left out: renaming or splitting merged expert weights; LoRA adapters.
+Left out: LoRA adapters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from torch import nn
 
 from heavylift.errors import UserError
 from heavylift.files import sync
-from heavylift.models.load import DTYPES, iterate_whole, persistent_buffers, unique_parameters
+from heavylift.models.load import DTYPES, gather_whole
+from heavylift.models.names import persistent_buffers, unique_parameters
+from heavylift.models.stored import Layout, default_layout
 
 _SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
                        torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -33,26 +35,50 @@ _SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float
 
 
 @dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of the files: a parameter, or a box of one."""
+
+    name: str
+    shape: tuple[int, ...]
+    source: torch.Tensor
+    """The parameter or buffer, sharded."""
+    place: tuple[slice, ...]
+    """The box as an index into the whole of it."""
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """In the file, when floating point is saved as `dtype`."""
+        return math.prod(self.shape) * _saved_dtype(self.source, dtype).itemsize
+
+
+@dataclass(frozen=True)
 class ShardFile:
     """One safetensors file to write: its name, its tensors in order, the rank that writes it."""
 
     name: str
-    tensors: tuple[tuple[str, torch.Tensor], ...]
+    tensors: tuple[SavedTensor, ...]
     writer_rank: int
 
 
-def plan_files(
-    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, max_bytes: int, world_size: int
-) -> list[ShardFile]:
+def plan_tensors(model: nn.Module, layout: Layout) -> list[SavedTensor]:
+    """What the files are to hold, parameter by parameter, under the names of `layout`."""
+    tensors = {**unique_parameters(model), **persistent_buffers(model)}
+    return [
+        SavedTensor(stored.name, stored.shape, tensor, stored.place)
+        for name, tensor in tensors.items()
+        for stored in layout[name]
+    ]
+
+
+def plan_files(tensors: Iterable[SavedTensor], dtype: torch.dtype, max_bytes: int, world_size: int) -> list[ShardFile]:
     """Splits tensors, in order, into files of at most `max_bytes` (a larger tensor gets a file of its own)."""
-    files: list[list[tuple[str, torch.Tensor]]] = []
+    files: list[list[SavedTensor]] = []
     size = math.inf
-    for name, tensor in tensors:
-        tensor_bytes = tensor.numel() * _saved_dtype(tensor, dtype).itemsize
+    for tensor in tensors:
+        tensor_bytes = tensor.num_bytes(dtype)
         if size + tensor_bytes > max_bytes:
             files.append([])
             size = 0
-        files[-1].append((name, tensor))
+        files[-1].append(tensor)
         size += tensor_bytes
     if len(files) == 1:
         return [ShardFile("model.safetensors", tuple(files[0]), 0)]
@@ -63,13 +89,22 @@ def plan_files(
 
 
 def save_model(
-    model: nn.Module, folder: Path, *, hf_config: Any, tokenizer: Any | None, dtype: str, max_shard_bytes: int
+    model: nn.Module,
+    folder: Path,
+    *,
+    hf_config: Any,
+    tokenizer: Any | None,
+    dtype: str,
+    max_shard_bytes: int,
+    layout: Layout | None = None,
 ) -> None:
     """Writes `model` as a Hugging Face folder. A collective: all ranks call it; the folder is shared by the ranks.
 
-    Tied weights are written once, under their first name. `folder` must not exist; while it is being written it has
-    the name `folder + ".partial"`, which is removed when anything fails. Raises UserError when `folder` is there before
-    anything is written, and when a file cannot be written (disk full, no permission), on every rank.
+    Tied weights are written once. `layout`: under which names, and which parameters in how many tensors, such as
+    `check_weights` found it in the files that were read; None: as transformers does. `folder` must not exist; while it
+    is being written it has the name `folder + ".partial"`, which is removed when anything fails. Raises UserError when
+    `folder` is there before anything is written, and when a file cannot be written (disk full, no permission), on every
+    rank.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     there = [folder.exists()]
@@ -79,13 +114,13 @@ def save_model(
     partial = folder.with_name(folder.name + ".partial")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
-    tensors = {**unique_parameters(model), **persistent_buffers(model)}
-    files = plan_files(tensors.items(), DTYPES[dtype], max_shard_bytes, world_size)
+    tensors = plan_tensors(model, layout or default_layout(model))
+    files = plan_files(tensors, DTYPES[dtype], max_shard_bytes, world_size)
     try:
         _together(lambda: partial.mkdir(parents=True), rank == 0, partial)
         for file in files:
             _write_file(partial, file, DTYPES[dtype], rank)
-        _together(lambda: _write_small_files(partial, files, tensors, hf_config, tokenizer, dtype), rank == 0, partial)
+        _together(lambda: _write_small_files(partial, files, hf_config, tokenizer, dtype), rank == 0, partial)
         _together(lambda: _put_into_place(partial, folder), rank == 0, folder)
     except BaseException:
         if rank == 0:
@@ -112,10 +147,14 @@ def _write_file(folder: Path, file: ShardFile, dtype: torch.dtype, rank: int) ->
     except Exception as caught:
         error = caught
     # the gathers are collectives: a rank that cannot write goes on gathering and tells the others afterwards
-    for _, tensor in iterate_whole(iter(file.tensors), dtype):
+    source: torch.Tensor | None = None
+    for tensor in file.tensors:
+        if tensor.source is not source:  # once for all of its boxes in this file
+            source = tensor.source
+            whole = gather_whole(source, dtype)
         if writes and error is None and stream is not None:
             try:
-                stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+                stream.write(whole[tensor.place].contiguous().flatten().view(torch.uint8).numpy().data)
             except Exception as caught:
                 error = caught
     try:
@@ -126,14 +165,13 @@ def _write_file(folder: Path, file: ShardFile, dtype: torch.dtype, rank: int) ->
     _raise_together(error, folder / file.name)
 
 
-def _header(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> bytes:
+def _header(tensors: Iterable[SavedTensor], dtype: torch.dtype) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, tensor in tensors:
-        saved = _saved_dtype(tensor, dtype)
-        end = offset + tensor.numel() * saved.itemsize
-        entries[name] = {
-            "dtype": _SAFETENSORS_DTYPES[saved],
+    for tensor in tensors:
+        end = offset + tensor.num_bytes(dtype)
+        entries[tensor.name] = {
+            "dtype": _SAFETENSORS_DTYPES[_saved_dtype(tensor.source, dtype)],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
@@ -150,17 +188,16 @@ def _saved_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
 def _write_small_files(
     folder: Path,
     files: list[ShardFile],
-    tensors: dict[str, torch.Tensor],
     hf_config: Any,
     tokenizer: Any | None,
     dtype: str,
 ) -> None:
     """config.json, generation_config.json, tokenizer and, with several weight files, their index."""
     if len(files) > 1:
-        total = sum(t.numel() * _saved_dtype(t, DTYPES[dtype]).itemsize for t in tensors.values())
+        total = sum(tensor.num_bytes(DTYPES[dtype]) for file in files for tensor in file.tensors)
         index = {
             "metadata": {"total_size": total},
-            "weight_map": {name: file.name for file in files for name, _ in file.tensors},
+            "weight_map": {tensor.name: file.name for file in files for tensor in file.tensors},
         }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     saved_config = type(hf_config).from_dict(hf_config.to_dict())

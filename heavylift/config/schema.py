@@ -128,7 +128,8 @@ class ModelConfig(Section):
     """Dtype of the parameters in forward and backward. `auto`: bfloat16 on a GPU, float32 on a CPU.
     Masters are float32 always, moments as `engine.state_format` says."""
     attn_implementation: Literal["auto", "sdpa", "eager"] = "auto"
-    """Attention code of transformers. `auto`: sdpa (cuDNN or flash kernels on a GPU)."""
+    """Attention code of transformers. `auto`: sdpa (cuDNN or flash kernels on a GPU), or eager where a model
+    has no other."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you ask for it."""
     freeze: tuple[str, ...] = ()

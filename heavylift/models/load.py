@@ -3,17 +3,15 @@
 Phases: `build_on_meta` -> (sharding) -> `materialise` -> `load_weights` or `init_random_weights`.
 
 Never `model.to(bfloat16)`: it would round the rotary frequencies. The model is built in its dtype, so that buffers
-keep theirs. Left out: checkpoints whose tensor names or shapes Hugging Face converts while loading (merged experts).
+keep theirs. Which tensor of which file is which slice of a parameter says `heavylift.models.stored`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from heavylift.config.schema import ModelConfig
 from heavylift.errors import UserError
+from heavylift.models.names import persistent_buffers, unique_parameters
+from heavylift.models.stored import Layout, StoredTensor, check_weights
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,8 @@ def build_on_meta(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> nn
     """The causal language model of a config, on the meta device, in `dtype`, with `freeze` applied."""
     from transformers import AutoModelForCausalLM
 
-    attention = "sdpa" if config.attn_implementation == "auto" else config.attn_implementation
+    # None: sdpa where the model's code has it, else eager
+    attention = None if config.attn_implementation == "auto" else config.attn_implementation
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -65,6 +66,12 @@ def build_on_meta(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> nn
     model.config.use_cache = False
     _freeze(model, config.freeze)
     return model
+
+
+def attention_of(model: nn.Module) -> str:
+    """The attention code that a transformers model runs: `sdpa` or `eager`."""
+    config: Any = model.config
+    return str(config._attn_implementation)
 
 
 def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
@@ -80,39 +87,74 @@ def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
-    """Allocates all tensors of a (sharded) meta model on `device` and computes its non-persistent buffers.
+    """Allocates all tensors of a (sharded) meta model on `device` and computes its buffers. Before weights are loaded.
 
     `to_empty` leaves garbage in buffers that no checkpoint holds (rotary frequencies) and raises nothing; the model's
-    own `_init_weights` knows how to compute them. Must run before the weights are loaded.
+    own `_init_weights` knows how to compute them. Raises UserError for a buffer that it does not compute, and for a
+    tensor that is neither parameter nor buffer: both have values in the model's constructor only.
     """
     model.to_empty(device=device)
+    _refuse_stray_tensors(model)
+    parts = list(_with_owners(model, None))
+    for param in model.parameters():
+        vars(param)["_is_hf_initialized"] = True  # so transformers leaves it alone
+    before = _computed_buffers(model)
     with torch.no_grad():
-        for module in model.modules():
-            if module._non_persistent_buffers_set:
-                model._init_weights(module)  # type: ignore[operator]
+        for module, owner in parts:
+            if module._buffers and owner is not None:
+                owner._init_weights(module)
+        if _untouched(model, before):
+            # Falcon-H1 computes the buffers of a layer's parts where it has the whole body
+            for module, owner in parts:
+                if not module._buffers and owner is not None:
+                    owner._init_weights(module)
+    for param in model.parameters():
+        del vars(param)["_is_hf_initialized"]
+    left = _untouched(model, before)
+    if left:
+        raise UserError(
+            f"{_class_name(model)}: buffer {left[0]} is in no checkpoint and its _init_weights does not compute it; "
+            "such a model cannot be trained here"
+        )
 
 
-def unique_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by their first name: tied ones appear once."""
-    return dict(model.named_parameters())
+def _class_name(model: nn.Module) -> str:
+    return type(model).__name__.removeprefix("FSDP")  # which `fully_shard` puts in front
 
 
-def tied_aliases(model: nn.Module) -> dict[str, str]:
-    """Second names of tied parameters -> the name under which they are stored. By identity, not by a config flag."""
-    first: dict[nn.Parameter, str] = {}
-    aliases = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if param in first:
-            aliases[name] = first[param]
-        else:
-            first[param] = name
-    return aliases
+def _computed_buffers(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """(id, version) of the buffers that no checkpoint holds."""
+    stored = persistent_buffers(model)
+    return {
+        name: (id(buffer), buffer._version)
+        for name, buffer in model.named_buffers()
+        if name not in stored and buffer.numel() > 0
+    }
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that checkpoints hold."""
-    state = set(model.state_dict().keys())
-    return {name: buffer for name, buffer in model.named_buffers() if name in state}
+def _untouched(model: nn.Module, before: dict[str, tuple[int, int]]) -> list[str]:
+    """Buffers that nobody has written or replaced since."""
+    return [name for name, state in _computed_buffers(model).items() if before.get(name) == state]
+
+
+def _with_owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """Every module with the innermost model around it that has an `_init_weights`, as transformers does it."""
+    if callable(getattr(module, "_init_weights", None)):
+        owner = module
+    yield module, owner
+    for child in module.children():
+        yield from _with_owners(child, owner)
+
+
+def _refuse_stray_tensors(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                where = f"{name}.{key}" if name else key
+                raise UserError(
+                    f"{_class_name(model)}: {where} is a tensor that is neither parameter nor buffer, so its values "
+                    "are in the model's constructor only; such a model cannot be trained here"
+                )
 
 
 def local_slice(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
@@ -125,79 +167,7 @@ def local_slice(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
     return tensor.to_local().detach(), tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder: those of the index where there is one."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        return [folder / name for name in names]
-    return sorted(folder.glob("*.safetensors"))
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where a tensor lies in a model folder."""
-
-    name: str
-    """In the file: a tied weight may be stored under either of its names."""
-    path: Path
-    shape: tuple[int, ...]
-
-
-def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of the folder's files, each of which is opened once."""
-    found = {}
-    for path in weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():
-                found[name] = StoredTensor(name, path, tuple(file.get_slice(name).get_shape()))
-    return found
-
-
-def check_weights(model: nn.Module, folder: Path) -> dict[str, StoredTensor]:
-    """Compares names and shapes of a model (meta is enough) with its files: tensor name -> where to read it from.
-
-    Raises UserError for missing tensors, wrong shapes, and tensors that the model does not have, but for those that
-    transformers knows as left over from older versions.
-    """
-    sources = _stored_tensors(folder)
-    aliases = tied_aliases(model)
-    wanted: dict[str, torch.Tensor] = {**unique_parameters(model), **persistent_buffers(model)}
-    by_name = {}
-    problems = []
-    for name, tensor in wanted.items():
-        names = (name, *(alias for alias, first in aliases.items() if first == name))
-        stored = next((sources[n] for n in names if n in sources), None)
-        if stored is None:
-            problems.append(f"{folder}: tensor {name} {tuple(tensor.shape)} is not in any safetensors file")
-            continue
-        if stored.shape != tuple(tensor.shape):
-            problems.append(
-                f"{stored.path}: tensor {stored.name} has shape {stored.shape}, config.json asks for "
-                f"{tuple(tensor.shape)}"
-            )
-        by_name[name] = stored
-    unused = sorted(set(sources) - {stored.name for stored in by_name.values()} - set(aliases))
-    unused = [name for name in unused if not _may_be_left_over(model, name)]
-    if unused:
-        problems.append(
-            f"{folder}: {len(unused)} tensors have no place in the model of config.json, the first is {unused[0]}; "
-            "config.json and the weights do not belong together"
-        )
-    if problems:
-        shown = problems[:8] + ([f"{folder}: and {len(problems) - 8} more"] if len(problems) > 8 else [])
-        raise UserError(*shown)
-    return by_name
-
-
-def _may_be_left_over(model: nn.Module, name: str) -> bool:
-    """Tensors of older checkpoints that are computed today, and what the model's class says may be there."""
-    patterns = [r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$"]
-    patterns += list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    return any(re.search(pattern, name) for pattern in patterns)
-
-
-def load_weights(model: nn.Module, folder: Path, stored: dict[str, StoredTensor] | None = None) -> None:
+def load_weights(model: nn.Module, folder: Path, stored: Layout | None = None) -> None:
     """Fills a materialised (sharded) model from safetensors; each rank reads its own slices only.
 
     Host memory: one slice at a time. The dtype of the files is converted to that of the parameters. `stored`: what
@@ -206,15 +176,32 @@ def load_weights(model: nn.Module, folder: Path, stored: dict[str, StoredTensor]
     if stored is None:
         stored = check_weights(model, folder)
     tensors: dict[str, torch.Tensor] = {**unique_parameters(model), **persistent_buffers(model)}
-    with torch.no_grad():
-        for path in sorted({source.path for source in stored.values()}):
-            with safe_open(path, framework="pt") as file:
-                for name, source in stored.items():
-                    if source.path != path:
-                        continue
-                    local, where = local_slice(tensors[name])
-                    if local.numel() > 0:
-                        local.copy_(file.get_slice(source.name)[where] if where else file.get_tensor(source.name))
+    locals_ = {name: local_slice(tensors[name]) for name in stored}
+    with torch.no_grad(), ExitStack() as stack:
+        opened: Path | None = None
+        pieces = [(piece.path, name, piece) for name, boxes in stored.items() for piece in boxes]
+        for path, name, piece in sorted(pieces, key=lambda each: each[0]):
+            if path != opened:
+                stack.close()
+                file, opened = stack.enter_context(safe_open(path, framework="pt")), path
+            copy_box(file, piece, *locals_[name])
+
+
+def copy_box(file: Any, piece: StoredTensor, local: torch.Tensor, where: tuple[slice, ...]) -> None:
+    """Copies what `piece`, a tensor of the opened file, has of a slice: `local` is the slice, `where` its place in the
+    whole parameter."""
+    if not where:
+        local.copy_(file.get_tensor(piece.name))
+        return
+    starts = [max(box.start, part.start) for box, part in zip(piece.place, where, strict=True)]
+    stops = [min(box.stop, part.stop) for box, part in zip(piece.place, where, strict=True)]
+    if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
+        return
+    inside = [slice(a - begin, b - begin) for a, b, begin in zip(starts, stops, piece.start, strict=True)]
+    mine = tuple(slice(a - part.start, b - part.start) for a, b, part in zip(starts, stops, where, strict=True))
+    # a tensor that is one of several merged has no dimension for its number among them
+    values = file.get_slice(piece.name)[tuple(inside[len(piece.box) - len(piece.shape) :])]
+    local[mine].copy_(values.reshape(local[mine].shape))
 
 
 def init_random_weights(model: nn.Module, std: float, seed: int) -> None:
@@ -239,11 +226,10 @@ def parameter_counts(model: nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
 
 
-def iterate_whole(params: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gathers one tensor after the other, whole, on the CPU in `dtype`. A collective: every rank must iterate."""
-    for name, param in params:
-        whole = param.full_tensor() if isinstance(param, DTensor) else param
-        yield name, whole.detach().to(device="cpu", dtype=dtype if whole.is_floating_point() else whole.dtype)
+def gather_whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A sharded tensor, whole, on the CPU, floating point in `dtype`. A collective: every rank must ask."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().to(device="cpu", dtype=dtype if whole.is_floating_point() else whole.dtype)
 
 
 def model_max_length(hf_config: Any) -> int | None:

@@ -240,6 +240,7 @@ def finish(run: Run, folder: Path) -> None:
             tokenizer=run.tokenizer,
             dtype=run.recipe.export.dtype,
             max_shard_bytes=run.recipe.export.max_shard_bytes,
+            layout=run.layout,
         )
     if run.ranks.rank == 0:
         try:

@@ -33,8 +33,8 @@ from heavylift.memory.plan import MemoryPlan, check_left_on, check_plan
 from heavylift.memory.planner import ModelPlanner
 from heavylift.memory.refusal import host_memory_for
 from heavylift.models.load import (
+    attention_of,
     build_on_meta,
-    check_weights,
     init_random_weights,
     load_hf_config,
     load_weights,
@@ -44,6 +44,7 @@ from heavylift.models.load import (
     resolve_dtype,
 )
 from heavylift.models.loss_head import find_loss_head, install_loss_head
+from heavylift.models.stored import Layout, check_weights, default_layout
 from heavylift.offload.formats import check_format
 from heavylift.offload.optimizer import TieredAdamW
 from heavylift.offload.options import TieredOptions
@@ -82,6 +83,8 @@ class Run:
     num_params: int
     num_trainable_params: int
     dtype: torch.dtype
+    layout: Layout
+    """The tensors of the files: those that were read, or such as transformers would write."""
 
 
 def set_up(recipe: Recipe) -> Run:
@@ -95,6 +98,7 @@ def set_up(recipe: Recipe) -> Run:
     dtype = resolve_dtype(recipe.model.dtype, ranks.device.type)
     model = build_on_meta(hf_config, recipe.model, dtype)
     stored = check_weights(model, folder) if recipe.model.init == "pretrained" else None
+    layout = default_layout(model) if stored is None else stored
     num_params, num_trainable = parameter_counts(model)
     check_disk(recipe, num_params)
     prepare_head(model, recipe.train, ranks.rank)
@@ -119,7 +123,7 @@ def set_up(recipe: Recipe) -> Run:
     check_left_on(ranks.device, plan, ranks.local_world_size, options.ratio, "engine.ratio")
     engine = Engine(sharded, optimizer, ranks.device)
     recipe = with_ratio(recipe, options.ratio)
-    return Run(recipe, ranks, data, engine, plan, hf_config, tokenizer, num_params, num_trainable, dtype)
+    return Run(recipe, ranks, data, engine, plan, hf_config, tokenizer, num_params, num_trainable, dtype, layout)
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
@@ -268,7 +272,7 @@ def workload(recipe: Recipe, longest: int, model: nn.Module, device: torch.devic
         inputs_on_host=train.cpu_checkpointing,
         chunk_tokens=0 if head is None else head.chunk_tokens,
         compiled=compiles_layers(train, device),
-        eager_attention=recipe.model.attn_implementation == "eager",
+        eager_attention=attention_of(model) == "eager",  # asked for, or all that the model has
     )
 
 

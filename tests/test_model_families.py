@@ -1,0 +1,165 @@
+"""Models of many families train as the plain loop does, and come out as transformers and the hub know them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks.families import FAMILIES, VOCAB, save_family
+from ranks.gather import whole
+from ranks.plain import Trajectory, make_steps, plain_train
+from ranks.pool import run_on_ranks
+from ranks.sharded import CPU, Setup, param_groups, take_step, whole_weights
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from heavylift.checkpoint.huggingface import save_model
+from heavylift.config.schema import ModelConfig
+from heavylift.engine import Engine, build_optimizer
+from heavylift.errors import UserError
+from heavylift.models.load import build_on_meta, init_random_weights, load_hf_config, load_weights, materialise
+from heavylift.models.loss_head import install_loss_head
+from heavylift.models.stored import check_weights, default_layout
+from heavylift.offload.options import TieredOptions
+from heavylift.sharding import make_mesh, shard_model
+
+STEPS = make_steps(2, VOCAB)
+# no decay: with it, the rounding noise that is a key bias's whole gradient would be compared as a step of full size
+SETUP = Setup(lr=1e-3, weight_decay=0.0)
+
+
+def train_job(folder: Path, stage: int, out: Path) -> Trajectory:
+    """As `heavylift train` does it: checked weights, the loss in the head, the export by the names of the files."""
+    hf_config = load_hf_config(folder, False)
+    model = build_on_meta(hf_config, ModelConfig(model_name_or_path=str(folder)), torch.float32)
+    stored = check_weights(model, folder)
+    install_loss_head(model, "auto")
+    sharded = shard_model(model, stage, make_mesh(stage, "cpu"))
+    materialise(model, CPU)
+    load_weights(model, folder, stored)
+    groups = param_groups(model, SETUP)
+    optimizer = build_optimizer(sharded, groups, TieredOptions(), lr=SETUP.lr, betas=(0.9, 0.999), eps=1e-8)
+    engine = Engine(sharded, optimizer, CPU)
+    results = [take_step(engine, rows) for rows in STEPS]
+    weights = whole_weights(engine)
+    optimizer.close()
+    save_model(model, out, hf_config=hf_config, tokenizer=None, dtype="float32", max_shard_bytes=5_000, layout=stored)
+    return Trajectory([r.loss for r in results], [r.grad_norm for r in results], weights)
+
+
+def names_in(folder: Path) -> set[str]:
+    names = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    return names
+
+
+@pytest.mark.parametrize(("family", "stage"), [(name, 3 if i % 3 else 0) for i, name in enumerate(FAMILIES)])
+def test_trains_as_the_plain_loop_and_exports_what_it_was(family: str, stage: int, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, out = save_family(family, tmp_path / "model"), tmp_path / "out"
+    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    plain = plain_train(model, param_groups(model, SETUP), STEPS, SETUP.lr, clip=0.0)
+    ours = run_on_ranks(2, train_job, folder, stage, out)[0]
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert ours.norms == pytest.approx(plain.norms, rel=3e-5)
+    assert ours.weights.keys() == plain.weights.keys()
+    assert names_in(out) == names_in(folder)
+    again, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values()), report
+    for name, param in again.named_parameters():
+        assert torch.equal(param, ours.weights[name]), name
+
+
+# ---- merged experts -----------------------------------------------------------------------------------------------
+
+
+def test_an_expert_that_is_missing_is_told(tmp_path: Path) -> None:
+    folder = save_family("mixtral", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = build_on_meta(load_hf_config(folder, False), ModelConfig(model_name_or_path=str(folder)), torch.float32)
+    with pytest.raises(UserError) as caught:
+        check_weights(model, folder)
+    (line,) = caught.value.problems
+    assert "model.layers.1.mlp.experts.gate_up_proj (3, 48, 16) consists of 5 tensors" in line
+
+
+def test_experts_that_lie_in_several_files(tmp_path: Path) -> None:
+    """Pieces of one parameter come from wherever they are."""
+    from transformers import AutoModelForCausalLM
+
+    folder = save_family("qwen3_moe", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    parts = [dict(list(sorted(tensors.items()))[start::3]) for start in range(3)]
+    (folder / "model.safetensors").unlink()
+    for index, part in enumerate(parts):
+        save_file(part, folder / f"part-{index}.safetensors", metadata={"format": "pt"})
+    weight_map = {name: f"part-{index}.safetensors" for index, part in enumerate(parts) for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    model = build_on_meta(load_hf_config(folder, False), ModelConfig(model_name_or_path=str(folder)), torch.float32)
+    materialise(model, CPU)
+    load_weights(model, folder)
+    for name, param in AutoModelForCausalLM.from_pretrained(folder).named_parameters():
+        assert torch.equal(model.get_parameter(name), param), name
+
+
+def random_export_job(folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    """A model of random weights, for which no file is read."""
+    hf_config = load_hf_config(folder, False)
+    config = ModelConfig(model_name_or_path=str(folder), init="random")
+    model = build_on_meta(hf_config, config, torch.float32)
+    layout = default_layout(model)
+    shard_model(model, 3, make_mesh(3, "cpu"))
+    materialise(model, CPU)
+    init_random_weights(model, 0.02, seed=1)
+    save_model(model, out, hf_config=hf_config, tokenizer=None, dtype="float32", max_shard_bytes=10**9, layout=layout)
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_neox"])
+def test_random_weights_are_written_by_the_names_of_the_hub(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, out = save_family(family, tmp_path / "model"), tmp_path / "out"
+    weights = run_on_ranks(2, random_export_job, folder, out)[0]
+    assert names_in(out) == names_in(folder)
+    for name, param in AutoModelForCausalLM.from_pretrained(out).named_parameters():
+        assert torch.equal(param, weights[name]), name
+
+
+# ---- buffers ------------------------------------------------------------------------------------------------------
+
+
+class OwnBuffer(torch.nn.Module):
+    """Has a buffer, or a plain tensor, that only its constructor computes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        if kind == "buffer":
+            self.register_buffer("table", torch.arange(3.0), persistent=False)
+        else:
+            self.table = torch.arange(3.0)
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("buffer", "OwnBuffer: buffer table is in no checkpoint and its _init_weights does not compute it"),
+        ("tensor", "OwnBuffer: table is a tensor that is neither parameter nor buffer"),
+    ],
+)
+def test_values_that_only_a_constructor_computes_are_refused(kind: str, said: str) -> None:
+    with torch.device("meta"):
+        model = OwnBuffer(kind)
+    with pytest.raises(UserError, match=said):
+        materialise(model, CPU)
