@@ -127,6 +127,28 @@ def test_generate_refuses_random_weights(tiny_llama_copy: Path) -> None:
     assert ended.rc == 2 and "model.layers.1.mlp.up_proj.weight" in ended.errors[-1]
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (b"{{ bad", "the chat template fails on PROMPT: TemplateSyntaxError: unexpected end of template"),
+        (
+            b"{{ raise_exception('no users') }}",
+            "the chat template fails on PROMPT: TemplateError: no users; give another",
+        ),
+        (b"{{ \xff }}", "template: cannot be read: it is not UTF-8 text; change --chat-template"),
+    ],
+)
+def test_generate_with_a_broken_template(tiny_llama_dir: Path, tmp_path: Path, template: bytes, said: str) -> None:
+    (tmp_path / "template").write_bytes(template)
+    ended = generate(tiny_llama_dir, "Tide?", "--chat-template", tmp_path / "template")
+    assert ended.rc == 2 and len(ended.errors) == 1 and said in ended.errors[0]
+
+
+def test_a_prompt_of_bytes_that_are_no_text(tiny_llama_dir: Path) -> None:
+    ended = generate(tiny_llama_dir, "\udcff")
+    assert (ended.rc, ended.errors) == (2, ["PROMPT: expected UTF-8 text, got bytes that are not"])
+
+
 def test_generate_of_nothing(run_heavylift: Run, tiny_llama_dir: Path, tmp_path: Path) -> None:
     assert run_heavylift("generate", tiny_llama_dir, " ").errors == ["PROMPT: expected a question, got an empty text"]
     assert run_heavylift("generate", tmp_path / "none", "Tide?").rc == 2

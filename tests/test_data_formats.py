@@ -1,6 +1,7 @@
 """Reading rows: both formats, real line numbers, and one clear line for everything that can be wrong."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -121,9 +122,12 @@ def test_file_problems_are_collected(tmp_path):
     empty.write_text("\n \n")
     bad = tmp_path / "bad.jsonl"
     bad.write_text("x\n")
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
     with pytest.raises(UserError) as info:
-        read_rows([tmp_path / "none.jsonl", tmp_path, empty, bad], "auto")
-    missing, folder, nothing, broken = info.value.problems
+        read_rows([tmp_path / "none.jsonl", tmp_path, pipe, empty, bad], "auto")
+    missing, folder, no_file, nothing, broken = info.value.problems
+    assert "found a pipe or device" in no_file
     assert "none.jsonl: no such file" in missing and "data.dataset" in missing
     assert "found a folder" in folder
     assert "empty data set" in nothing

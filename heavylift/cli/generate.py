@@ -44,7 +44,7 @@ def run_generate(
     except Exception as error:  # transformers raises nearly anything for a broken tokenizer
         raise UserError(f"{tokenizer_dir or model_dir}: the tokenizer cannot be read: {_first_line(error)}") from None
     if chat_template is not None:
-        tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        tokenizer.chat_template = _read_template(chat_template)
     model = _load_model(model_dir, device, trust_remote_code)
     inputs = _encode(tokenizer, prompt).to(device)
     with torch.inference_mode():
@@ -62,6 +62,8 @@ def run_generate(
 def _check(model_dir: Path, tokenizer_dir: Path, chat_template: Path | None, prompt: str) -> None:
     if not prompt.strip():
         raise UserError("PROMPT: expected a question, got an empty text")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise UserError("PROMPT: expected UTF-8 text, got bytes that are not")  # as Python keeps them
     for folder in dict.fromkeys((model_dir, tokenizer_dir)):
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; expected a Hugging Face model folder such as runs/demo/model")
@@ -70,6 +72,14 @@ def _check(model_dir: Path, tokenizer_dir: Path, chat_template: Path | None, pro
     check_tokenizer(tokenizer_dir, "--tokenizer", needs_template=False)
     if chat_template is not None and not chat_template.is_file():
         raise UserError(f"{chat_template}: no such file; expected a Jinja chat template for --chat-template")
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"{path}: cannot be read: {reason}; change --chat-template") from None
 
 
 def _load_model(folder: Path, device: torch.device, trust_remote_code: bool) -> Any:
@@ -104,7 +114,11 @@ def _encode(tokenizer: Any, prompt: str) -> torch.Tensor:
 
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # Jinja's own errors, and whatever a template runs into
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+            raise UserError(f"the chat template fails on PROMPT: {reason}; give another by --chat-template") from None
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them already
     else:
         ids = tokenizer(prompt)["input_ids"]

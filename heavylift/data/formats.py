@@ -102,6 +102,8 @@ def capped(problems: Sequence[str]) -> list[str]:
 def _read_file(file: Path) -> bytes:
     if file.is_dir():
         raise _RowError("expected a JSON-lines file, found a folder; name the files in it in data.dataset")
+    if file.exists() and not file.is_file():  # a pipe would be waited for, and is empty for the next process
+        raise _RowError("expected a file, found a pipe or device, which cannot be read twice; write the rows to a file")
     try:
         return file.read_bytes()
     except FileNotFoundError:
