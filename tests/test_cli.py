@@ -133,7 +133,7 @@ def test_generate_refuses_random_weights(tiny_llama_copy: Path) -> None:
         (b"{{ bad", "the chat template fails on PROMPT: TemplateSyntaxError: unexpected end of template"),
         (
             b"{{ raise_exception('no users') }}",
-            "the chat template fails on PROMPT: TemplateError: no users; give another",
+            "the chat template fails on PROMPT: TemplateError: no users; give",
         ),
         (b"{{ \xff }}", "template: cannot be read: it is not UTF-8 text; change --chat-template"),
     ],
