@@ -117,6 +117,8 @@ def test_bad_arguments(tmp_path: Path) -> None:
     assert "expected a Hugging Face model folder" in run("explain", config, "--model", tmp_path).errors[0]
     assert "give its folder with --model" in run("explain", config, "--seq", "8").errors[0]
     assert "no such file" in run("explain", tmp_path / "no.json").errors[0]
+    [recipe] = run("explain", tmp_path / "recipe.yaml").errors
+    assert recipe.endswith("expected a ds_config.json, got a recipe (YAML); heavylift train and bench read it")
     for arguments in (["explain"], ["explain", config, "--world-size", "0"], ["convert", config], ["explian", config]):
         assert run(*arguments).rc == 2
 

@@ -79,6 +79,8 @@ def run_convert(
 def _interpret(config: str, world_size: int | None) -> tuple[Interpretation, int]:
     """The file and the ranks that it was read for."""
     path = Path(config)
+    if path.suffix in (".yaml", ".yml"):  # which Hjson reads, as something else
+        raise UserError(f"{config}: expected a ds_config.json, got a recipe (YAML); heavylift train and bench read it")
     ranks = world_size or natural_world_size(interpret(path, 1, leave_open=True).reading)
     return interpret(path, ranks, leave_open=True), ranks
 
