@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from parity_api.models import make_branches, make_llama, micro_batches
 from parity_api.plain import plain_curve
 from parity_api.runs import Case, ds_config, masters, train, whole
 from parity_api.small import message_of, rows
+from ranks.llamas import llama_config
 from ranks.pool import run_on_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import heavylift
+from heavylift.api.partition import ZeroParamStatus
 
 
 def variants_job() -> dict[str, Any]:
@@ -365,3 +369,89 @@ def generating_job() -> list[tuple[str, list[Any]]]:
 def test_generation_by_a_module_inside_of_the_engines() -> None:
     for plain, sharded in run_on_ranks(2, generating_job)[0]:
         assert plain == sharded
+
+
+def fused_forward(self: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As libraries replace a language model's forward: the head's weight is read, and the head not called. They are
+    ready for FSDP2, and take `full_tensor()` of a shard, through which no gradients are added up."""
+    states = self.model(input_ids=input_ids).last_hidden_state
+    weight = self.lm_head.weight
+    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    logits = (states @ weight.T)[:, :-1]
+    return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten())}
+
+
+def untied_llama() -> nn.Module:
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(4)
+    return LlamaForCausalLM(llama_config(61, 18, 21, 2, 3, 1, tied=False, head_dim=6, initializer_range=0.2))
+
+
+def fused_job(stage: int, of_the_class: bool) -> dict[bool, dict[str, torch.Tensor]]:
+    """Weights after three steps, with the model's own forward (False) and with the fused one."""
+    weights = {}
+    for fused in (False, True):
+        model = untied_llama()
+        kind: Any = type(model)
+        own = kind.forward
+        if fused and of_the_class:
+            kind.forward = fused_forward
+        elif fused:
+            model.forward = MethodType(fused_forward, model)
+        try:
+            engine, *_ = heavylift.initialize(model=model, config=ds_config(Case("llama", stage, "cpu", "fp32"), 2))
+            for step in range(3):
+                ids = torch.randint(1, 60, (2, 8), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+                engine.backward(engine(input_ids=ids, labels=ids)["loss"])
+                engine.step()
+            weights[fused] = masters(engine)
+            engine.destroy()
+        finally:
+            kind.forward = own
+    return weights
+
+
+@pytest.mark.parametrize(("stage", "of_the_class"), [(2, False), (3, True)])
+def test_a_forward_that_reads_the_heads_weight(stage: int, of_the_class: bool) -> None:
+    weights = run_on_ranks(2, fused_job, stage, of_the_class)[0]
+    for name, weight in weights[False].items():
+        assert torch.allclose(weight, weights[True][name], atol=1e-6), name
+
+
+def hooks_job() -> dict[str, Any]:
+    """What TRL does around generation, and the marks that it reads in a forward."""
+    results: dict[str, Any] = {"status": []}
+    plain = untied_llama().eval()
+    ids = torch.arange(3, 9)[None]
+    results["plain"] = plain.generate(input_ids=ids, max_new_tokens=6, do_sample=False).tolist()
+    model = untied_llama()
+    engine, optimizer, *_ = heavylift.initialize(model=model, config=ds_config(Case("llama", 3, "cpu", "fp32"), 2))
+    weight = model.model.norm.weight
+    results["status"].append((weight.ds_status, tuple(weight.ds_shape)))
+    look = model.model.norm.register_forward_pre_hook(
+        lambda module, _: results["status"].append((module.weight.ds_status, tuple(module.weight.ds_shape)))
+    )
+    with heavylift.zero.GatheredParameters(engine.parameters()):
+        hooks = optimizer.parameter_offload
+        for _, param in (*hooks.module.named_parameters(), *hooks.module.ds_external_parameters()):
+            param.ds_active_sub_modules.clear()
+        for hook in (*hooks.forward_hooks, *hooks.backward_hooks):
+            hook.remove()
+        results["generated"] = model.eval().generate(input_ids=ids, max_new_tokens=6, do_sample=False).tolist()
+        hooks._register_deepspeed_module(hooks.module)
+    look.remove()
+    model.train()
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+    results["stepped"] = engine.was_step_applied()
+    engine.destroy()
+    return results
+
+
+def test_generation_between_gathered_parameters_as_trl_does() -> None:
+    results = run_on_ranks(2, hooks_job)[0]
+    assert results["generated"] == results["plain"] and results["stepped"]
+    before, *inside = results["status"]
+    assert before == (ZeroParamStatus.NOT_AVAILABLE, (18,))
+    assert len(inside) == 6 and set(inside) == {(ZeroParamStatus.AVAILABLE, (18,))}

@@ -10,7 +10,7 @@ Engines register their models, held weakly. Left out: gathering for a script (`h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from heavylift.api.partition import ZeroParamStatus, mark
 from heavylift.errors import UserError
 from heavylift.sharding import ShardedModel, fsdp_params, gathered_twin
 
@@ -98,6 +99,26 @@ class Place:
         """What has been written into `whole` until now is in `shard`, or its loss has been told."""
         if self.whole is not None and not self.whole.is_inference():
             self._sharded.accept_write(self.whole)
+
+
+def mark_gathered(sharded: ShardedModel) -> None:
+    """For stage 3: what FSDP2 shows while a group is gathered bears the marks of a parameter that is whole."""
+
+    def marking(param: Any) -> Callable[[], None]:
+        make = param.init_unsharded_param
+
+        def make_marked() -> None:
+            make()
+            del vars(param)["init_unsharded_param"]  # it is made once
+            whole = gathered_twin(param)
+            assert whole is not None, param._param_fqn
+            mark(whole, whole.shape, ZeroParamStatus.AVAILABLE)
+
+        return make_marked
+
+    for group in sharded.groups:
+        for param in fsdp_params(group.module):
+            vars(param)["init_unsharded_param"] = marking(param)
 
 
 def find_places(params: Iterable[torch.Tensor]) -> dict[int, Place]:

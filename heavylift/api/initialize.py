@@ -15,9 +15,11 @@ from heavylift.api.arguments import find_config
 from heavylift.api.dataloader import EngineDataLoader, check_dataset
 from heavylift.api.distributed import discover_ranks, init_distributed
 from heavylift.api.engine import Engine
+from heavylift.api.gathered import mark_gathered
 from heavylift.api.memory_check import OFFLOAD, check_memory
 from heavylift.api.optimizer_choice import OptimizerChoice, choose_optimizer, note_on, renew_states
 from heavylift.api.owners import register_optimizer
+from heavylift.api.parameter_offload import ParameterOffload
 from heavylift.api.partition import mark_sharded
 from heavylift.api.prepare import TORCH_DTYPES, PreparedModel, check_model, prepare_model
 from heavylift.api.pretrained import gather_before_saving
@@ -101,6 +103,9 @@ def initialize(
     engine.config = {} if isinstance(given, Settings) else read_source(given).values
     if settings.stage == 3:
         mark_sharded(module.parameters())
+        mark_gathered(prepared.sharded)
+        if step_optimizer is not None:
+            vars(step_optimizer)["parameter_offload"] = ParameterOffload()
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     if ranks.rank == 0:

@@ -209,11 +209,28 @@ def gather_layers(model: nn.Module) -> list[nn.Module] | None:
     it says so itself, by `_no_split_modules`, the class names of its layers.
     """
     if is_hugging_face(model) or getattr(model, "_no_split_modules", None):
-        return [] if _drops_layers(model) else None
+        if _drops_layers(model):
+            return []
+        return layers_of(model) if _has_another_forward(model) else None
     inner = [m for m in model.modules() if is_hugging_face(m)]
     nested = {id(m) for outer in inner for m in outer.modules() if m is not outer}
     outermost = [m for m in inner if id(m) not in nested and not _drops_layers(m)]
     return [layer for m in outermost for layer in layers_of(m)]
+
+
+def _has_another_forward(model: nn.Module) -> bool:
+    """Whether somebody has replaced the forward of a Hugging Face model, on the object or on its class.
+
+    TRL and Liger do so for a fused loss, which reads the head's weight and never calls the head: gathered by itself, it
+    would be a shard there, whose `full_tensor()` has a gradient that nobody adds up over the ranks.
+    """
+    for part in model.modules():
+        if not is_hugging_face(part):
+            continue
+        owner = next(cls for cls in type(part).__mro__ if "forward" in vars(cls))
+        if "forward" in vars(part) or vars(owner)["forward"].__module__ != owner.__module__:
+            return True
+    return False
 
 
 def _drops_layers(model: nn.Module) -> bool:
