@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,34 @@ def test_trains_as_the_plain_loop_and_exports_what_it_was(family: str, stage: in
     assert not any(report.values()), report
     for name, param in again.named_parameters():
         assert torch.equal(param, ours.weights[name]), name
+
+
+# ---- another objective --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "said"),
+    [
+        ("bert", {}, "BertLMHeadModel lets every token see those that follow it"),
+        ("roformer", {}, "RoFormerForCausalLM lets every token see"),
+        ("xlm", {}, "XLMWithLMHeadModel lets every token see"),
+        ("xlnet", {}, "XLNetLMHeadModel lets every token see"),
+        ("mixtral", {"output_router_logits": True}, "output_router_logits asks for the auxiliary loss"),
+        ("bert", {"is_decoder": True}, None),
+        ("gpt_neox", {}, None),
+        ("mixtral", {}, None),
+    ],
+)
+def test_models_of_another_objective_are_refused(family: str, more: dict[str, Any], said: str | None) -> None:
+    from transformers import AutoConfig
+
+    values = FAMILIES[family][1] if family in FAMILIES else {}
+    hf_config = AutoConfig.for_model(family, **(values | more))
+    if said is None:
+        build_on_meta(hf_config, ModelConfig(model_name_or_path="m"), torch.float32)
+        return
+    with pytest.raises(UserError, match=f"^m/config.json: {said}"):
+        build_on_meta(hf_config, ModelConfig(model_name_or_path="m"), torch.float32)
 
 
 # ---- merged experts -----------------------------------------------------------------------------------------------

@@ -64,8 +64,39 @@ def build_on_meta(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> nn
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{config.model_name_or_path}: no causal language model can be built: {reason}") from None
     model.config.use_cache = False
+    problem = _another_objective(model)
+    if problem is not None:
+        raise UserError(f"{Path(config.model_name_or_path) / 'config.json'}: {problem}")
     _freeze(model, config.freeze)
     return model
+
+
+def _another_objective(model: nn.Module) -> str | None:
+    """Why the next token's cross-entropy is not what this model is to be trained on."""
+    config: Any = model.config
+    name = type(model).__name__
+    if _sees_what_follows(model):
+        return (
+            f"{name} lets every token see those that follow it, so there is nothing to predict; set is_decoder to true "
+            "where it has that key, or choose a causal model"
+        )
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        return (
+            f"output_router_logits asks for the auxiliary loss of {name}'s router, which is not computed here; set it "
+            "to false to train without"
+        )
+    return None
+
+
+def _sees_what_follows(model: nn.Module) -> bool:
+    """Encoders with a language model's head (BERT's family, unless they are told to decode), XLM, XLNet."""
+    config: Any = model.config
+    if config.model_type == "xlnet" or getattr(config, "causal", None) is False:
+        return True
+    # some causal models have the key too (GPT-NeoX), and none of their modules goes by it
+    return getattr(config, "is_decoder", None) is False and any(
+        vars(module).get("is_decoder") is False or vars(module).get("is_causal") is False for module in model.modules()
+    )
 
 
 def attention_of(model: nn.Module) -> str:
