@@ -104,6 +104,38 @@ def test_models_of_another_objective_are_refused(family: str, more: dict[str, An
         build_on_meta(hf_config, ModelConfig(model_name_or_path="m"), torch.float32)
 
 
+def gemma3_config() -> Any:
+    """Text and images."""
+    from transformers import AutoConfig
+
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return AutoConfig.for_model(
+        "gemma3", text_config=FAMILIES["gemma2"][1], vision_config=vision | {"image_size": 28, "patch_size": 14}
+    )
+
+
+def test_what_text_does_not_train_has_to_be_frozen() -> None:
+    """Else weight decay would move an image tower that has no gradient."""
+    freeze = ("model.multi_modal_projector.*", "model.vision_tower.*")
+    with pytest.raises(UserError) as caught:
+        build_on_meta(gemma3_config(), ModelConfig(model_name_or_path="m"), torch.float32)
+    (line,) = caught.value.problems
+    assert line.startswith("model.freeze: Gemma3ForConditionalGeneration has parts that text does not train; add ")
+    assert all(repr(pattern) in line for pattern in freeze)
+    model = build_on_meta(gemma3_config(), ModelConfig(model_name_or_path="m", freeze=freeze), torch.float32)
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    assert trained and all(name.startswith("model.language_model.") for name in trained)
+
+
+def test_a_language_model_inside_of_something_larger_is_refused() -> None:
+    """transformers builds the text model alone, and the export would claim to be the whole."""
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.for_model("qwen3_5")
+    with pytest.raises(UserError, match="a Qwen3_5Config describes more than the language model Qwen3_5ForCausalLM"):
+        build_on_meta(hf_config, ModelConfig(model_name_or_path="m"), torch.float32)
+
+
 # ---- merged experts -----------------------------------------------------------------------------------------------
 
 

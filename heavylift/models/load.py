@@ -63,6 +63,12 @@ def build_on_meta(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> nn
     except (ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{config.model_name_or_path}: no causal language model can be built: {reason}") from None
+    if not isinstance(model.config, type(hf_config)):
+        raise UserError(
+            f"{Path(config.model_name_or_path) / 'config.json'}: a {type(hf_config).__name__} describes more than the "
+            f"language model {type(model).__name__}, and the rest would be lost; save that one first (from_pretrained "
+            "and save_pretrained of AutoModelForCausalLM) and train its folder"
+        )
     model.config.use_cache = False
     problem = _another_objective(model)
     if problem is not None:
@@ -115,6 +121,24 @@ def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
             names[name].requires_grad_(False)
     if not any(p.requires_grad for p in names.values()):
         raise UserError("model.freeze: every parameter is frozen; nothing is left to train")
+    beside = _beside_the_text(model)
+    if beside:
+        raise UserError(
+            f"model.freeze: {type(model).__name__} has parts that text does not train; add "
+            + ", ".join(f"'{prefix}.*'" for prefix in beside)
+        )
+
+
+def _beside_the_text(model: nn.Module) -> list[str]:
+    """Prefixes of trainable parameters of a model of images or sound that are not of its language model."""
+    config: Any = model.config
+    if not {"vision_config", "audio_config"} & set(config.sub_configs):
+        return []
+    whole: Any = model
+    parts = (whole.get_decoder(), whole.get_output_embeddings())
+    text = {p for part in parts if part is not None for p in part.parameters()}
+    names = [name for name, p in model.named_parameters() if p.requires_grad and p not in text]
+    return sorted({".".join(name.split(".")[:2]) for name in names})
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
