@@ -378,6 +378,18 @@ def test_a_script_runs_as_a_single_process_without_a_launcher(tmp_path: Path) ->
     assert any(line.split() == ["stage", "2"] for line in dumped)
 
 
+def evaluated_first_job() -> str:
+    engine, *_ = heavylift.initialize(model=make_branches(), config={"train_micro_batch_size_per_gpu": 1})
+    engine.destroy()
+    return message_of(lambda: engine(*rows(2)))
+
+
+def test_the_trainers_engine_of_an_evaluation_before_training_says_what_to_do() -> None:
+    assert run_on_ranks(1, evaluated_first_job)[0].endswith(
+        "made by evaluate() before train(), set eval_on_start=True instead"
+    )
+
+
 class Twin(nn.Module):
     """Tied weights in a custom module, and outputs that are no dictionary."""
 

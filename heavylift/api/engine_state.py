@@ -169,7 +169,8 @@ class EngineState(nn.Module):
     def check_alive(self) -> None:
         """Raises UserError after `destroy`."""
         if self.is_destroyed:
-            raise UserError("engine: destroy() has ended it; make a new one with initialize()")
+            hint = "" if self.optimizer is not None else _EVALUATED_FIRST
+            raise UserError(f"engine: destroy() has ended it; make a new one with initialize(){hint}")
 
     def needs_optimizer(self, what: str) -> StepOptimizer:
         """The optimizer. Raises UserError where there is none."""
@@ -192,3 +193,9 @@ class EngineState(nn.Module):
         if autocast is None:
             return None
         return torch.bfloat16 if autocast.dtype is Precision.BF16 else torch.float16
+
+
+_EVALUATED_FIRST = (
+    ". It has no optimizer: where it is the Trainer's, made by evaluate() before train(), set "
+    "eval_on_start=True instead"
+)
