@@ -26,9 +26,9 @@ DENSE_FAMILIES = frozenset(
 _ALWAYS_WINDOWED = frozenset("ministral mistral mixtral phi3 qwen2 qwen2_moe qwen3 qwen3_moe".split())
 # first name that is there wins
 _KEYS = {
-    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads", "decoder_attention_heads"),
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
 }
 
@@ -83,7 +83,10 @@ class ModelShape:
         """
         config = config.get("text_config") or config
         num_layers, hidden, heads = (_first(config, name) for name in ("num_layers", "hidden", "heads"))
-        if not (num_layers and hidden and heads):
+        num_layers = num_layers or len(config.get("layers_block_type") or ())
+        if not heads and config.get("model_type") not in DENSE_FAMILIES and config.get("model_type"):
+            heads = 0  # Mamba, RWKV: no attention
+        if not (num_layers and hidden) or heads is None:
             raise ValueError("config.json: expected num_hidden_layers, hidden_size and num_attention_heads")
         window, num_windowed = _window(config, num_layers)
         vocab, tie = config.get("vocab_size") or 0, bool(config.get("tie_word_embeddings", False))
@@ -102,7 +105,7 @@ class ModelShape:
             hidden=hidden,
             heads=heads,
             kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
+            head_dim=config.get("head_dim") or (hidden // heads if heads else 0),
             intermediate=config.get("intermediate_size") or 4 * hidden,
             vocab=vocab,
             tie=tie,
