@@ -136,6 +136,17 @@ def test_a_language_model_inside_of_something_larger_is_refused() -> None:
         build_on_meta(hf_config, ModelConfig(model_name_or_path="m"), torch.float32)
 
 
+@pytest.mark.parametrize("family", ["mamba", "rwkv", "mpt", "xglm", "bart", "nemotron_h"])
+def test_flops_are_counted_where_attention_is_missing_or_has_other_names(family: str) -> None:
+    from transformers import AutoConfig
+
+    from heavylift.train.flops import ModelShape
+
+    shape = ModelShape.from_config(AutoConfig.for_model(family).to_dict(), 10**11)
+    assert shape.formula != "dense" and shape.num_layers > 1
+    assert (shape.heads == 0) == (family in ("mamba", "rwkv"))
+
+
 # ---- merged experts -----------------------------------------------------------------------------------------------
 
 
@@ -179,7 +190,15 @@ def random_export_job(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     shard_model(model, 3, make_mesh(3, "cpu"))
     materialise(model, CPU)
     init_random_weights(model, 0.02, seed=1)
-    save_model(model, out, hf_config=hf_config, tokenizer=None, dtype="float32", max_shard_bytes=10**9, layout=layout)
+    save_model(
+        *(model, out),
+        hf_config=hf_config,
+        tokenizer=None,
+        dtype="float32",
+        max_shard_bytes=10**9,
+        layout=layout,
+        generation_config=folder / "generation_config.json",
+    )
     return {name: whole(p) for name, p in model.named_parameters()}
 
 
@@ -188,7 +207,10 @@ def test_random_weights_are_written_by_the_names_of_the_hub(family: str, tmp_pat
     from transformers import AutoModelForCausalLM
 
     folder, out = save_family(family, tmp_path / "model"), tmp_path / "out"
+    settings = '{"eos_token_id": [2, 7], "temperature": 0.6}'  # without do_sample: transformers reads it only
+    (folder / "generation_config.json").write_text(settings)
     weights = run_on_ranks(2, random_export_job, folder, out)[0]
+    assert (out / "generation_config.json").read_text() == settings
     assert names_in(out) == names_in(folder)
     for name, param in AutoModelForCausalLM.from_pretrained(out).named_parameters():
         assert torch.equal(param, weights[name]), name

@@ -97,14 +97,15 @@ def save_model(
     dtype: str,
     max_shard_bytes: int,
     layout: Layout | None = None,
+    generation_config: Path | None = None,
 ) -> None:
     """Writes `model` as a Hugging Face folder. A collective: all ranks call it; the folder is shared by the ranks.
 
     Tied weights are written once. `layout`: under which names, and which parameters in how many tensors, such as
-    `check_weights` found it in the files that were read; None: as transformers does. `folder` must not exist; while it
-    is being written it has the name `folder + ".partial"`, which is removed when anything fails. Raises UserError when
-    `folder` is there before anything is written, and when a file cannot be written (disk full, no permission), on every
-    rank.
+    `check_weights` found it in the files that were read; None: as transformers does. `generation_config`: a file that
+    is taken along where there is one. `folder` must not exist; while it is being written it has the name `folder +
+    ".partial"`, which is removed when anything fails. Raises UserError when `folder` is there before anything is
+    written, and when a file cannot be written (disk full, no permission), on every rank.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     there = [folder.exists()]
@@ -121,6 +122,8 @@ def save_model(
         for file in files:
             _write_file(partial, file, DTYPES[dtype], rank)
         _together(lambda: _write_small_files(partial, files, hf_config, tokenizer, dtype), rank == 0, partial)
+        if generation_config is not None:
+            _together(lambda: _copy_if_there(generation_config, partial), rank == 0, partial)
         _together(lambda: _put_into_place(partial, folder), rank == 0, folder)
     except BaseException:
         if rank == 0:
@@ -192,7 +195,7 @@ def _write_small_files(
     tokenizer: Any | None,
     dtype: str,
 ) -> None:
-    """config.json, generation_config.json, tokenizer and, with several weight files, their index."""
+    """config.json, tokenizer and, with several weight files, their index."""
     if len(files) > 1:
         total = sum(tensor.num_bytes(DTYPES[dtype]) for file in files for tensor in file.tensors)
         index = {
@@ -206,6 +209,12 @@ def _write_small_files(
     saved_config.save_pretrained(folder)
     if tokenizer is not None:
         _save_tokenizer(tokenizer, folder)
+
+
+def _copy_if_there(file: Path, folder: Path) -> None:
+    """As it is: transformers refuses to write some that it reads, and it ends the answers of many a chat model."""
+    if file.is_file():
+        shutil.copyfile(file, folder / file.name)
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -241,6 +241,7 @@ def finish(run: Run, folder: Path) -> None:
             dtype=run.recipe.export.dtype,
             max_shard_bytes=run.recipe.export.max_shard_bytes,
             layout=run.layout,
+            generation_config=run.folder / "generation_config.json",
         )
     if run.ranks.rank == 0:
         try:

@@ -83,6 +83,8 @@ class Run:
     num_params: int
     num_trainable_params: int
     dtype: torch.dtype
+    folder: Path
+    """The model's, where it was read."""
     layout: Layout
     """The tensors of the files: those that were read, or such as transformers would write."""
 
@@ -124,7 +126,9 @@ def set_up(recipe: Recipe) -> Run:
     check_left_on(ranks.device, plan, ranks.local_world_size, options.ratio, "engine.ratio")
     engine = Engine(sharded, optimizer, ranks.device)
     recipe = with_ratio(recipe, options.ratio)
-    return Run(recipe, ranks, data, engine, plan, hf_config, tokenizer, num_params, num_trainable, dtype, layout)
+    return Run(
+        recipe, ranks, data, engine, plan, hf_config, tokenizer, num_params, num_trainable, dtype, folder, layout
+    )
 
 
 def check_one_dtype(sharded: ShardedModel) -> None:
