@@ -45,5 +45,5 @@ def keep_running_without_screen() -> None:
 def _stream(descriptor: int, old: TextIO | None) -> TextIO:
     encoding = old.encoding if old is not None else "utf-8"
     raw = _Lossy(descriptor, "w", closefd=False)
-    # not buffered: each of our lines is one write
-    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", write_through=True)
+    # a line is one write, so that those of several ranks do not mix; print writes the line's end by itself
+    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True)
