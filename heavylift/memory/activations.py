@@ -61,7 +61,12 @@ class LayerShape:
 
 
 def _whole(config: Any, name: str) -> int | None:
-    value = getattr(config, name, None)
+    layers = list(getattr(config, "per_layer_config", None) or ())
+    if layers:  # Gemma 4: asked for one value of all, its config raises; the largest layer is what has to fit
+        values = [getattr(layer, name, None) for layer in layers]
+        value = max((each for each in values if isinstance(each, int)), default=None)
+    else:
+        value = getattr(config, name, None)
     return value if isinstance(value, int) and value > 0 else None
 
 
