@@ -33,8 +33,8 @@ note["threads"] = os.environ["OMP_NUM_THREADS"]
 with open(f"rank{os.environ['RANK']}.json", "w") as file:
     json.dump(note, file)
 # each in one write, which the other rank's cannot come into; print makes several
-os.write(1, f"out of rank {os.environ['RANK']}\n".encode())
-os.write(2, f"err of rank {os.environ['RANK']}\n".encode())
+os.write(1, f"out of rank {os.environ['RANK']}\\n".encode())
+os.write(2, f"err of rank {os.environ['RANK']}\\n".encode())
 """
 SLEEP = """
 import os, time

@@ -147,6 +147,37 @@ def test_flops_are_counted_where_attention_is_missing_or_has_other_names(family:
     assert (shape.heads == 0) == (family in ("mamba", "rwkv"))
 
 
+def test_a_config_whose_layers_differ_is_read_for_the_largest() -> None:
+    from transformers import AutoConfig
+
+    from heavylift.memory.activations import LayerShape
+
+    config = AutoConfig.for_model("gemma4_text")
+    shape = LayerShape.from_config(config)
+    assert shape is not None
+    assert shape.query_width == shape.num_heads * max(layer.head_dim for layer in config.per_layer_config)
+
+
+def seed_job(recipe: Path, cache: Path) -> int:
+    """The seed that dropout draws from, once a run is set up."""
+    from heavylift.config.recipe import load_recipe
+    from heavylift.train import setup
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setattr(setup, "start_process_group", lambda ranks: None)  # the pool has one
+        setup.set_up(load_recipe(recipe)).engine.optimizer.close()
+    return torch.initial_seed()
+
+
+def test_dropout_goes_by_the_recipes_seed_and_differs_between_ranks(write_recipe: Any, tmp_path: Path) -> None:
+    seeds = [
+        run_on_ranks(2, seed_job, write_recipe(train={"seed": seed}, launch={"nproc": 2}), tmp_path / "cache")
+        for seed in (1, 2, 1)
+    ]
+    assert seeds[0] == seeds[2] and len({*seeds[0], *seeds[1]}) == 4
+
+
 # ---- merged experts -----------------------------------------------------------------------------------------------
 
 

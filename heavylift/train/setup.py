@@ -97,6 +97,8 @@ def set_up(recipe: Recipe) -> Run:
     tokenizer = None if recipe.data.format == "random" else load_tokenizer(recipe)
     data = load_data(recipe, ranks, hf_config, tokenizer)
     start_process_group(ranks)
+    # dropout: by the recipe's seed, and another on every rank
+    torch.manual_seed(recipe.train.seed * ranks.world_size + ranks.rank)
     dtype = resolve_dtype(recipe.model.dtype, ranks.device.type)
     model = build_on_meta(hf_config, recipe.model, dtype)
     stored = check_weights(model, folder) if recipe.model.init == "pretrained" else None
