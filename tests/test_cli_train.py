@@ -77,3 +77,13 @@ def test_under_torchrun(write_recipe: Write, tmp_path: Path) -> None:
     again = subprocess.run(command, env=command_env(), capture_output=True, text=True, timeout=300)
     said = [line for line in again.stderr.splitlines() if line.startswith("error: ")]
     assert again.returncode != 0 and len(said) == 1 and "exists" in said[0], again.stderr
+
+
+def test_layers_that_cannot_be_compiled_are_one_line(run_heavylift: Run, write_recipe: Write) -> None:
+    """A machine without a compiler stands for it: what it cannot do looks like what a layer cannot."""
+    recipe = write_recipe(train={"compile": True}, launch={"nproc": 2})
+    done = run_heavylift("train", recipe, env={"CXX": "/no/such/compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"})
+    [line] = done.errors
+    assert done.rc == 2 and "Traceback" not in done.stderr
+    assert line.startswith("train.compile: the model's layers cannot be compiled here: ")
+    assert line.endswith("; set it to false")

@@ -24,6 +24,7 @@ def main(argv: Sequence[str]) -> None:
     _quiet_libraries()
     # after the quick part: these import torch and transformers
     import torch.distributed as dist
+    from torch._dynamo.exc import TorchDynamoException
 
     from heavylift.train.bench import write_result
     from heavylift.train.bench_request import BenchRequest
@@ -41,6 +42,10 @@ def main(argv: Sequence[str]) -> None:
         if request is not None:
             write_result(run, history, request)
         run.engine.optimizer.close()
+    except TorchDynamoException as error:
+        # some families' layers are no single graph, and a machine may have no compiler
+        why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(f"train.compile: the model's layers cannot be compiled here: {why}; set it to false") from error
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
             dist.destroy_process_group()
