@@ -328,3 +328,13 @@ def test_settings_by_hand_that_exclude_each_other_are_one_line() -> None:
     ):
         (message,) = run_on_ranks(1, by_hand_job, settings)
         assert said in message and "\n" not in message, message
+
+
+def test_a_share_for_the_host_without_a_device_is_told() -> None:
+    def notes(**keys: object) -> tuple[str, ...]:
+        return load_settings(BASE | {"zero_optimization": {"stage": 3, "offload_optimizer": keys}}, 1).notes
+
+    why = f"no effect: {DEVICE} is not set, which means none"
+    assert notes(ratio=0.5) == (f"zero_optimization.offload_optimizer.ratio: {why}",)
+    assert notes(ratio=0.5, device="none") == (), "off on purpose"
+    assert notes(ratio=0.5, device="cpu") == notes(ratio=1.0) == ()

@@ -40,6 +40,9 @@ def without_effect(reading: Reading) -> dict[str, str]:
         keys = [f"fp16.{key}" for key in dynamic if f"fp16.{key}" in given]
         found |= dict.fromkeys(keys, f"fp16.loss_scale {fp16.loss_scale:g} is a fixed factor")
     found |= dict.fromkeys(keys_without_effect(reading), f"{OPTIMIZER_DEVICE} is none")
+    if OPTIMIZER_DEVICE not in given and not zero.cpu_offload and zero.offload_optimizer.ratio != 1:
+        # a share of what goes to the host says that something is to go there: the device was forgotten
+        found["zero_optimization.offload_optimizer.ratio"] = f"{OPTIMIZER_DEVICE} is not set, which means none"
     found |= formats_without_effect(reading)
     params = reading.params.get("optimizer")
     if isinstance(params, AdamParams) and not params.adam_w_mode:
