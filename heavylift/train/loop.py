@@ -19,6 +19,7 @@ from heavylift.config.recipe import dump_recipe
 from heavylift.config.schema import Recipe, StateFormat, Tier
 from heavylift.data.report import report_lines
 from heavylift.errors import UserError
+from heavylift.files import Room
 from heavylift.memory.plan import MemoryPlan
 from heavylift.monitor.master import MonitorMaster
 from heavylift.offload.options import TieredOptions
@@ -33,6 +34,7 @@ from heavylift.train.metrics import (
 )
 from heavylift.train.monitors import metrics_events, open_monitors
 from heavylift.train.plot import plot_loss
+from heavylift.train.preflight import model_folder_bytes
 from heavylift.train.progress import Progress, RunSummary, banner, end_summary
 from heavylift.train.schedules import build_scheduler
 from heavylift.train.setup import Run
@@ -60,8 +62,12 @@ def train(run: Run) -> History:
     """
     folder = run.recipe.output_dir
     history = History()
+    room = None
     if run.ranks.rank == 0:
         write_config(run.recipe, folder)
+        if run.recipe.export.save:
+            # others may fill the disk meanwhile: a model without a place to be written to would be lost
+            room = Room(folder, model_folder_bytes(run.recipe, run.num_params))
         for line in report_lines(run.data.samples.report):
             get_console().print(line, soft_wrap=True)
         print(banner(_summary(run)), flush=True)
@@ -73,6 +79,8 @@ def train(run: Run) -> History:
             _steps(run, Reporter(writer, waits, progress, monitors, run.recipe.train.logging_steps, history))
     else:
         _steps(run, None)
+    if room is not None:
+        room.release()
     finish(run, folder)
     return history
 

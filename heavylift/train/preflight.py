@@ -100,11 +100,16 @@ def _check_length(recipe: Recipe, config: dict[str, Any], folder: Path) -> None:
         )
 
 
+def model_folder_bytes(recipe: Recipe, num_params: int) -> int:
+    """What the trained model takes on the disk, and some more."""
+    return num_params * _DTYPE_BYTES[recipe.export.dtype] + _EXPORT_MARGIN_BYTES
+
+
 def check_disk(recipe: Recipe, num_params: int) -> None:
     """Raises UserError when the model folder of `num_params` parameters will not fit the disk."""
     if not recipe.export.save:
         return
-    needed = num_params * _DTYPE_BYTES[recipe.export.dtype] + _EXPORT_MARGIN_BYTES
+    needed = model_folder_bytes(recipe, num_params)
     parent = nearest_parent(recipe.output_dir)
     free = shutil.disk_usage(parent).free
     if free < needed:
