@@ -165,9 +165,10 @@ def _run(code: Callable[[], object], end_with: Callable[[int], NoReturn] | None 
         end_with(-signal.SIGINT)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
-            if end.code:
-                tell(end.code)
-            end_with(end.code or 0)
+            code = (end.code or 0) & 0xFF  # what the system makes of it: sys.exit(-1) is 255, and no signal
+            if code:
+                tell(code)
+            end_with(code)
         print(end.code, file=sys.stderr)
         tell(1)
         end_with(1)
@@ -188,7 +189,7 @@ def _show(error: BaseException) -> int:
         # the hook may be the script's own (loggers mark a run as crashed with it)
         sys.excepthook(type(error), error, error.__traceback__)
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 1
+        return end.code & 0xFF if isinstance(end.code, int) else 1
     return 1
 
 

@@ -24,7 +24,8 @@ class StepMeasure:
     recomputes: bool
     """Whether every layer's forward runs again in backward."""
     numbers: RankNumbers
-    collectives: CollectiveWaits
+    collectives: CollectiveWaits | None = None
+    """None: nobody watches them, and 0 is told."""
 
     def of_step(
         self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float, lr: float, step_s: float
@@ -37,7 +38,8 @@ class StepMeasure:
                 self.num_params, self.shape.num_layers, self.shape.hidden, width, rows, self.recomputes
             )
         lengths = self.plan.samples.lengths[self.plan.sample_ids(step)].tolist()
-        on_device, on_host, waited = zip(*self.numbers.gather([*memory_now(), self.collectives.take_s()]), strict=True)
+        waited_s = 0.0 if self.collectives is None else self.collectives.take_s()
+        on_device, on_host, waited = zip(*self.numbers.gather([*memory_now(), waited_s]), strict=True)
         return StepMetrics(
             step=step + 1,
             loss=loss,
