@@ -165,10 +165,10 @@ def _run(code: Callable[[], object], end_with: Callable[[int], NoReturn] | None 
         end_with(-signal.SIGINT)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
-            code = (end.code or 0) & 0xFF  # what the system makes of it: sys.exit(-1) is 255, and no signal
-            if code:
-                tell(code)
-            end_with(code)
+            status = (end.code or 0) & 0xFF  # what the system makes of it: sys.exit(-1) is 255, and no signal
+            if status:
+                tell(status)
+            end_with(status)
         print(end.code, file=sys.stderr)
         tell(1)
         end_with(1)
