@@ -18,3 +18,9 @@ class UserError(ValueError):
         assert problems, "a UserError needs at least one message"
         super().__init__("\n".join(problems))
         self.problems: tuple[str, ...] = problems
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's exception says, for a message of ours: its first line, or its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -69,15 +69,18 @@ def _cudnn_rnn(input: Shape, weights: Sequence[Shape], *args: Any, out_shape: An
     return 2 * input[0] * input[1] * sum(weight[0] * weight[1] for weight in weights if len(weight) == 2)
 
 
-_KINDS_OF_ATTENTION = ("efficient_attention", "flash_attention", "cudnn_attention")
-_MORE_KINDS_OF_ATTENTION = ("flash_attention_for_cpu", "fused_attention_overrideable")
-_REPLACED: dict[str, Callable[..., int]] = {
-    **{f"_scaled_dot_product_{kind}": _attention for kind in _KINDS_OF_ATTENTION},
-    **{f"_scaled_dot_product_{kind}_backward": _attention_backward for kind in _KINDS_OF_ATTENTION},
+_KINDS = (
+    "efficient_attention",
+    "flash_attention",
+    "cudnn_attention",
+    "flash_attention_for_cpu",
+    "fused_attention_overrideable",
+)
+_ATTENTION: dict[str, Callable[..., int]] = {
+    **{f"_scaled_dot_product_{kind}": _attention for kind in _KINDS},
+    **{f"_scaled_dot_product_{kind}_backward": _attention_backward for kind in _KINDS},
 }
-_WANTED: dict[str, Callable[..., int]] = {
-    **{f"_scaled_dot_product_{kind}": _attention for kind in _MORE_KINDS_OF_ATTENTION},
-    **{f"_scaled_dot_product_{kind}_backward": _attention_backward for kind in _MORE_KINDS_OF_ATTENTION},
+_OTHERS: dict[str, Callable[..., int]] = {
     "mv": _matrix_vector,
     "addmv": _add_matrix_vector,
     "dot": _dot,
@@ -89,8 +92,8 @@ _WANTED: dict[str, Callable[..., int]] = {
 
 def more_operators() -> dict[Any, Callable[..., int]]:
     """For `FlopCounterMode(custom_mapping=...)`: attention, and those of ours that this torch does not count itself."""
-    missing = {operator: count for operator, count in _there(_WANTED).items() if operator not in flop_registry}
-    return {**_there(_REPLACED), **missing}
+    missing = {operator: count for operator, count in _there(_OTHERS).items() if operator not in flop_registry}
+    return {**_there(_ATTENTION), **missing}
 
 
 def _there(counts: dict[str, Callable[..., int]]) -> dict[Any, Callable[..., int]]:

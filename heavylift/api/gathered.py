@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from heavylift.api.partition import ZeroParamStatus, mark
 from heavylift.errors import UserError
-from heavylift.sharding import ShardedModel, fsdp_params, gathered_twin
+from heavylift.sharding import ShardedModel, fsdp_params, gathered_twin, param_group
 
 _models: list[weakref.ref[ShardedModel]] = []
 
@@ -152,6 +152,6 @@ def _places() -> Iterator[Place]:
         for gather_group in () if sharded is None else sharded.groups:
             module = gather_group.module
             assert isinstance(module, FSDPModule) and sharded is not None
-            group = module._get_fsdp_state()._fsdp_param_group
+            group = param_group(module)
             for param in fsdp_params(module):
                 yield Place(module, param, group, sharded)

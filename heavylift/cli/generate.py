@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heavylift.config.model_folder import check_tokenizer, read_config, read_weights
-from heavylift.errors import UserError
+from heavylift.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ def run_generate(
             tokenizer_dir or model_dir, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # transformers raises nearly anything for a broken tokenizer
-        raise UserError(f"{tokenizer_dir or model_dir}: the tokenizer cannot be read: {_first_line(error)}") from None
+        raise UserError(f"{tokenizer_dir or model_dir}: the tokenizer cannot be read: {first_line(error)}") from None
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
     model = _load_model(model_dir, device, trust_remote_code)
@@ -96,7 +96,7 @@ def _load_model(folder: Path, device: torch.device, trust_remote_code: bool) -> 
             trust_remote_code=trust_remote_code,
         )
     except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
-        raise UserError(f"{folder}: the model cannot be loaded: {_first_line(error)}") from None
+        raise UserError(f"{folder}: the model cannot be loaded: {first_line(error)}") from None
     model, info = loaded
     if info["missing_keys"]:
         # transformers would go on with random weights there
@@ -117,7 +117,7 @@ def _encode(tokenizer: Any, prompt: str) -> torch.Tensor:
         try:
             text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # Jinja's own errors, and whatever a template runs into
-            reason = f"{type(error).__name__}: {_first_line(error)}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(f"the chat template fails on PROMPT: {reason}; give another by --chat-template") from None
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them already
     else:
@@ -132,8 +132,3 @@ def _end_ids(model: Any, tokenizer: Any) -> list[int] | None:
     own = model.generation_config.eos_token_id
     ids = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id} - {None}
     return sorted(ids) or None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from heavylift.config.schema import ModelConfig
-from heavylift.errors import UserError
+from heavylift.errors import UserError, first_line
 from heavylift.models.names import persistent_buffers, unique_parameters
 from heavylift.models.stored import Layout, StoredTensor, check_weights
 
@@ -61,8 +61,8 @@ def build_on_meta(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> nn
                 hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
             )
     except (ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{config.model_name_or_path}: no causal language model can be built: {reason}") from None
+        why = first_line(error)
+        raise UserError(f"{config.model_name_or_path}: no causal language model can be built: {why}") from None
     if not isinstance(model.config, type(hf_config)):
         raise UserError(
             f"{Path(config.model_name_or_path) / 'config.json'}: a {type(hf_config).__name__} describes more than the "
