@@ -56,7 +56,7 @@ def join(rank: int, world_size: int, store: str) -> torch.device:
     """Deterministic kernels, this rank's device, and the process group."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=rank, world_size=world_size)
     return device
