@@ -31,10 +31,10 @@ STEPS = make_steps(2, VOCAB)
 SETUP = Setup(lr=1e-3, weight_decay=0.0)
 
 
-def train_job(folder: Path, stage: int, out: Path) -> Trajectory:
+def train_job(folder: Path, stage: int, out: Path, dtype: torch.dtype = torch.float32) -> Trajectory:
     """As `heavylift train` does it: checked weights, the loss in the head, the export by the names of the files."""
     hf_config = load_hf_config(folder, False)
-    model = build_on_meta(hf_config, ModelConfig(model_name_or_path=str(folder)), torch.float32)
+    model = build_on_meta(hf_config, ModelConfig(model_name_or_path=str(folder)), dtype)
     stored = check_weights(model, folder)
     install_loss_head(model, "auto")
     sharded = shard_model(model, stage, make_mesh(stage, "cpu"))
@@ -74,6 +74,21 @@ def test_trains_as_the_plain_loop_and_exports_what_it_was(family: str, stage: in
     assert not any(report.values()), report
     for name, param in again.named_parameters():
         assert torch.equal(param, ours.weights[name]), name
+
+
+def test_weights_that_a_family_makes_in_float32_are_trained_in_the_models_dtype(tmp_path: Path) -> None:
+    """The router's: a layer's gradients are reduced together."""
+    from transformers import AutoModelForCausalLM
+
+    folder, out = save_family("deepseek_v3", tmp_path / "model"), tmp_path / "out"
+    plain_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train()
+    if all(p.dtype == torch.bfloat16 for p in plain_model.parameters()):
+        pytest.skip("this version of transformers makes none in float32")
+    plain = plain_train(plain_model.float(), param_groups(plain_model, SETUP), STEPS, SETUP.lr, clip=0.0)
+    ours = run_on_ranks(2, train_job, folder, 3, out, torch.bfloat16)[0]
+    assert {weight.dtype for weight in ours.weights.values()} == {torch.bfloat16}
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-2)
+    assert ours.norms == pytest.approx(plain.norms, rel=5e-2)
 
 
 # ---- another objective --------------------------------------------------------------------------------------------

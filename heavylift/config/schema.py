@@ -239,7 +239,8 @@ class TrainConfig(Section):
     """Trained tokens whose logits exist at a time. `auto`: as many as have about 256 MiB of float32 logits; whole
     logits for models that change them after the head. 0: whole logits."""
     compile: Literal["auto"] | bool = "auto"
-    """Compile each decoder layer. `auto`: on a GPU."""
+    """Compile each decoder layer. `auto`: on a GPU, and where one cannot be compiled they all run as they are written,
+    after a warning."""
     logging_steps: Annotated[Int, Field(ge=1)] = 1
     """Print a step line every N steps (metrics.jsonl has every step)."""
     report_to: Annotated[tuple[Literal["tensorboard", "wandb", "csv", "comet"], ...], BeforeValidator(_names)] = ()

@@ -50,7 +50,12 @@ def load_hf_config(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def build_on_meta(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> nn.Module:
-    """The causal language model of a config, on the meta device, in `dtype`, with `freeze` applied."""
+    """The causal language model of a config, on the meta device, with `freeze` applied.
+
+    All floating-point parameters are in `dtype`: FSDP2 reduces the gradients of a layer together. Some families make
+    their router's weights in float32 whatever the model's dtype; they are as precise in the optimizer's masters here,
+    like all others.
+    """
     from transformers import AutoModelForCausalLM
 
     # None: sdpa where the model's code has it, else eager
@@ -73,6 +78,9 @@ def build_on_meta(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> nn
     problem = _another_objective(model)
     if problem is not None:
         raise UserError(f"{Path(config.model_name_or_path) / 'config.json'}: {problem}")
+    for param in model.parameters():
+        if param.is_floating_point():
+            param.data = param.data.to(dtype)
     _freeze(model, config.freeze)
     return model
 

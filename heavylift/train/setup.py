@@ -32,6 +32,7 @@ from heavylift.memory.machine import agree, host_available_bytes, measure
 from heavylift.memory.plan import MemoryPlan, check_left_on, check_plan
 from heavylift.memory.planner import ModelPlanner
 from heavylift.memory.refusal import host_memory_for
+from heavylift.models.compiled import compile_layers, why_not_compiled
 from heavylift.models.load import (
     attention_of,
     build_on_meta,
@@ -223,15 +224,19 @@ def prepare_layers(model: nn.Module, config: TrainConfig, device: torch.device) 
             )
         selective = config.gradient_checkpointing == "selective"
         recomputed = checkpoint_layers(layers, every=config.checkpoint_every, selective=selective)
-    if compiles_layers(config, device):
-        for layer in layers:
-            layer.compile(fullgraph=True)
+    if compiles_layers(config, device, model):
+        compile_layers(layers, or_eager=config.compile == "auto")
     return recomputed
 
 
-def compiles_layers(config: TrainConfig, device: torch.device) -> bool:
-    """Whether the decoder layers are compiled on this device."""
-    return device.type == "cuda" if config.compile == "auto" else config.compile
+def compiles_layers(config: TrainConfig, device: torch.device, model: nn.Module) -> bool:
+    """Whether the decoder layers are compiled on this device. UserError where that is asked for and known to fail."""
+    why_not = why_not_compiled(model)
+    if config.compile == "auto":
+        return device.type == "cuda" and why_not is None
+    if config.compile and why_not is not None:
+        raise UserError(f"train.compile: {why_not} and cannot be compiled; set it to false or auto")
+    return config.compile
 
 
 def boundary_bytes(config: TrainConfig, batches: BatchPlan, hf_config: Any, dtype: torch.dtype) -> int:
@@ -291,7 +296,7 @@ def workload(recipe: Recipe, longest: int, model: nn.Module, device: torch.devic
         recompute_every=train.checkpoint_every,
         inputs_on_host=train.cpu_checkpointing,
         chunk_tokens=0 if head is None else head.chunk_tokens,
-        compiled=compiles_layers(train, device),
+        compiled=compiles_layers(train, device, model),
         eager_attention=attention_of(model) == "eager",  # asked for, or all that the model has
     )
 
