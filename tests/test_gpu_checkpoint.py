@@ -1,6 +1,6 @@
 """Checkpoints of engines on CUDA devices: every state and weight comes back to the bit, from either tier.
 
-Run with `pytest -m gpu`; with two devices or more on two ranks too.
+Run with `pytest -m gpu`.
 """
 
 from __future__ import annotations

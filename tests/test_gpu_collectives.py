@@ -1,4 +1,4 @@
-"""What is told of waiting for collectives, where one of two GPUs is late on purpose. Run with `pytest -m gpu`."""
+"""What is told of waiting for collectives, where one of two ranks is late on purpose. Run with `pytest -m gpu`."""
 
 from __future__ import annotations
 
