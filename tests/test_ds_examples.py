@@ -88,6 +88,10 @@ def test_superoffload_on_random_weights(tmp_path: Path) -> None:
     # weights of deviation 0.02 know nothing: ln(vocabulary), and the variance of the logits adds a little
     assert steps[0].loss == pytest.approx(6.24, abs=0.15)
     assert all(m.tokens == 2 * BATCH * 64 for m in steps)
+    # where a step waited, as under `heavylift train`
+    assert all(m.collective_wait_s > 0 for m in steps)
+    told = [line for line in run.stdout.splitlines() if line.startswith("step: ")]
+    assert all("  collectives: " in line and "  offload: cpu " in line for line in told) and len(told) == 4
     check_summary(run, steps, num_left_out=1)
 
 

@@ -91,6 +91,11 @@ class EngineState(nn.Module):
         except AttributeError:
             raise AttributeError(f"neither the engine nor its module ({type(module).__name__}) has {name!r}") from None
 
+    @property
+    def sharded(self) -> ShardedModel:
+        """The module with its groups of parameters that are gathered together."""
+        return self._sharded
+
     def settle(self) -> None:
         """Every parameter of the module is its shard again, with the last step's value."""
         self._sharded.reshard()

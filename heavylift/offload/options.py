@@ -63,6 +63,11 @@ class TieredOptions:
             raise ValueError(f"states in format int8 are not streamed: expected 0, got {self.streamed_share:g}")
 
     @property
+    def has_host_tier(self) -> bool:
+        """Whether any states are on the host."""
+        return self.tier is Tier.HOST and self.ratio > 0
+
+    @property
     def without_effect(self) -> list[str]:
         """Options that say something and have no effect beside the others, each with why."""
         found = []

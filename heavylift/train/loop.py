@@ -73,7 +73,11 @@ def train(run: Run) -> History:
         print(banner(_summary(run)), flush=True)
         with ExitStack() as stack:
             writer = stack.enter_context(MetricsWriter(folder / "metrics.jsonl"))
-            waits = stack.enter_context(MetricsWriter(folder / "waits.jsonl")) if _has_host_tier(run) else None
+            waits = (
+                stack.enter_context(MetricsWriter(folder / "waits.jsonl"))
+                if run.engine.optimizer.options.has_host_tier
+                else None
+            )
             monitors = stack.enter_context(open_monitors(run.recipe))
             progress = stack.enter_context(Progress(run.data.num_steps))
             _steps(run, Reporter(writer, waits, progress, monitors, run.recipe.train.logging_steps, history))
@@ -95,11 +99,6 @@ def write_config(recipe: Recipe, folder: Path) -> None:
             f"{error.filename or folder / 'config.yaml'}: cannot be written: {error.strerror}; free the disk or choose "
             "another train.output_dir"
         ) from None
-
-
-def _has_host_tier(run: Run) -> bool:
-    options = run.engine.optimizer.options
-    return options.tier is Tier.HOST and options.ratio > 0
 
 
 @dataclass
@@ -171,7 +170,7 @@ def _steps(run: Run, reporter: Reporter | None) -> None:
             tracer, paused = None, True  # it would keep the ranges of all later steps
             _tell(run.recipe.output_dir / "trace.json", error)
         waits = None
-        if _has_host_tier(run):
+        if optimizer.options.has_host_tier:
             mine = watch.step(step + 1, optimizer.last_schedule, ranges, optimizer.take_device_gate_s())
             waits = mean_over_ranks(mine, numbers)
         metrics = measure.of_step(step, batches, result.loss, result.grad_norm, lr, step_s)

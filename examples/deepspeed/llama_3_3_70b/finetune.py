@@ -20,7 +20,7 @@ from arguments import check_inputs, check_output, parse_arguments, recipe_of
 from data import fetch_dataset, has_tokenizer, make_plan
 from placement import Placement
 from pydantic import ValidationError
-from report import StepReport, log_line, wait_for_device
+from report import StepReport, wait_for_device
 from torch import nn
 from words import in_own_words
 
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None, machine: MachineMemory | None = None) ->
         config=settings,
     )
     say(f"{num_params:,} parameters, {num_steps} steps of {settings.batch.train_batch} sequences")
-    report = StepReport(recipe, plan, hf_config, num_params, ranks.device)
+    report = StepReport(recipe, plan, hf_config, num_params, engine)
     train(engine, plan, num_steps, report, args.log_interval, say)
     say(report.summary(args.warmup_steps if args.bench_steps else 0))
     report.close()
@@ -176,9 +176,9 @@ def train(
         dist.all_reduce(loss_sum)
         grad_norm = engine.get_global_grad_norm()
         assert grad_norm is not None
-        metrics = report.step(step, batches, loss_sum.item() / num_trained, grad_norm, lr, step_s)
+        line = report.step(step, batches, loss_sum.item() / num_trained, grad_norm, lr, step_s)
         if step % log_interval == 0 or step == num_steps - 1:
-            say(log_line(metrics, num_steps), flush=True)
+            say(line, flush=True)
 
 
 def sum_losses(engine: heavylift.Engine, batch: Batch) -> torch.Tensor:

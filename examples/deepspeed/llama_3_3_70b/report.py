@@ -13,12 +13,16 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+import heavylift
+from heavylift.collective_waits import CollectiveWaits
 from heavylift.config.schema import Recipe
 from heavylift.data.batches import Batch, BatchPlan
+from heavylift.offload.optimizer import TieredAdamW
 from heavylift.train.flops import ModelShape
 from heavylift.train.metrics import MetricsWriter, StepMetrics, step_line
 from heavylift.train.monitors import metrics_events, open_monitors
 from heavylift.train.step_metrics import StepMeasure
+from heavylift.train.waits import WaitWatch, mean_over_ranks, waits_text
 from heavylift.transfer import RankNumbers
 
 
@@ -32,10 +36,16 @@ class StepReport:
     """Rank 0's reports; other ranks only take part in the sums."""
 
     def __init__(
-        self, recipe: Recipe, plan: BatchPlan, hf_config: PretrainedConfig, num_params: int, device: torch.device
+        self, recipe: Recipe, plan: BatchPlan, hf_config: PretrainedConfig, num_params: int, engine: heavylift.Engine
     ) -> None:
         shape = ModelShape.from_config(hf_config.to_dict(), num_params)
-        self._measure = StepMeasure(plan, shape, num_params, recipe.train.recomputes_everything, RankNumbers(device))
+        numbers = RankNumbers(engine.device)
+        collectives = CollectiveWaits(engine.sharded, engine.device)
+        self._num_steps = plan.num_steps(recipe.train.num_train_epochs, recipe.train.max_steps)
+        self._measure = StepMeasure(plan, shape, num_params, recipe.train.recomputes_everything, numbers, collectives)
+        assert isinstance(engine.optimizer, TieredAdamW), type(engine.optimizer)
+        self._optimizer, self._numbers = engine.optimizer, numbers
+        self._watch = WaitWatch(engine.optimizer.worker_threads)
         self.steps: list[StepMetrics] = []
         if dist.get_rank() == 0:
             folder = Path(recipe.train.output_dir)
@@ -45,16 +55,21 @@ class StepReport:
             self._writer = MetricsWriter(path)
             self._monitors = open_monitors(recipe)
 
-    def step(
-        self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float, lr: float, step_s: float
-    ) -> StepMetrics:
-        """One step is done. A collective. `step` counts from 0; `loss`: mean over the trained tokens of the step."""
+    def step(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float, lr: float, step_s: float) -> str:
+        """One step is done: a line for people. A collective. `step` counts from 0; `loss`: mean over the trained tokens
+        of the step."""
+        ranges = self._optimizer.timeline.take()
+        offload = ""
+        if self._optimizer.options.has_host_tier:
+            gates_s = self._optimizer.take_device_gate_s()
+            mine = self._watch.step(step + 1, self._optimizer.last_schedule, ranges, gates_s)
+            offload = waits_text(mean_over_ranks(mine, self._numbers))
         metrics = self._measure.of_step(step, batches, loss, grad_norm, lr, step_s)
         self.steps.append(metrics)
         if dist.get_rank() == 0:
             self._writer.write(metrics)
             self._monitors.write_events(metrics_events(metrics))
-        return metrics
+        return f"{step_line(metrics, offload)}  step_s: {metrics.step_s:.3f}  of {self._num_steps} steps"
 
     def summary(self, num_left_out: int) -> str:
         """Means over the steps but for the first `num_left_out`."""
@@ -77,8 +92,3 @@ class StepReport:
         if dist.get_rank() == 0:
             self._writer.close()
             self._monitors.close()
-
-
-def log_line(metrics: StepMetrics, num_steps: int) -> str:
-    """One step for people."""
-    return f"{step_line(metrics)}  step_s: {metrics.step_s:.3f}  of {num_steps} steps"
