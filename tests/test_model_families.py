@@ -76,19 +76,48 @@ def test_trains_as_the_plain_loop_and_exports_what_it_was(family: str, stage: in
         assert torch.equal(param, ours.weights[name]), name
 
 
-def test_weights_that_a_family_makes_in_float32_are_trained_in_the_models_dtype(tmp_path: Path) -> None:
-    """The router's: a layer's gradients are reduced together."""
+@pytest.mark.parametrize(
+    ("family", "bias"),
+    [
+        ("deepseek_v3", "model.layers.1.mlp.gate.e_score_correction_bias"),  # a buffer
+        ("ernie4_5_moe", "model.layers.1.mlp.moe_statics.e_score_correction_bias"),  # a frozen parameter
+    ],
+)
+def test_routers_in_a_model_of_bfloat16(family: str, bias: str, tmp_path: Path) -> None:
+    """Their weights, which transformers makes in float32, are reduced with the layer's; what corrects their choice is
+    not trained, and as precise in the end as in the files."""
     from transformers import AutoModelForCausalLM
 
-    folder, out = save_family("deepseek_v3", tmp_path / "model"), tmp_path / "out"
-    plain_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train()
-    if all(p.dtype == torch.bfloat16 for p in plain_model.parameters()):
-        pytest.skip("this version of transformers makes none in float32")
-    plain = plain_train(plain_model.float(), param_groups(plain_model, SETUP), STEPS, SETUP.lr, clip=0.0)
+    folder, out = save_family(family, tmp_path / "model"), tmp_path / "out"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[bias] = torch.linspace(0.1, 0.1003, tensors[bias].numel()).view_as(tensors[bias])
+    assert len(tensors[bias].bfloat16().unique()) == 1, "else rounding would not show"
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    plain_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    plain = plain_train(plain_model, param_groups(plain_model, SETUP), STEPS, SETUP.lr, clip=0.0)
     ours = run_on_ranks(2, train_job, folder, 3, out, torch.bfloat16)[0]
-    assert {weight.dtype for weight in ours.weights.values()} == {torch.bfloat16}
+    assert {weight.dtype for name, weight in ours.weights.items() if "correction" not in name} == {torch.bfloat16}
     assert ours.losses == pytest.approx(plain.losses, rel=1e-2)
     assert ours.norms == pytest.approx(plain.norms, rel=5e-2)
+    run_on_ranks(2, export_job, folder, tmp_path / "rounded")
+    for written in (out, tmp_path / "rounded"):
+        shards = [load_file(path) for path in written.glob("*.safetensors")]
+        saved = {name: tensor for shard in shards for name, tensor in shard.items()}
+        assert torch.equal(saved.pop(bias), tensors[bias])
+        assert all(tensor.dtype == (torch.float32 if written == out else torch.bfloat16) for tensor in saved.values())
+
+
+def export_job(folder: Path, out: Path) -> None:
+    """The files' model, written in bfloat16."""
+    hf_config = load_hf_config(folder, False)
+    model = build_on_meta(hf_config, ModelConfig(model_name_or_path=str(folder)), torch.float32)
+    stored = check_weights(model, folder)
+    shard_model(model, 3, make_mesh(3, "cpu"))
+    materialise(model, CPU)
+    load_weights(model, folder, stored)
+    save_model(
+        *(model, out), hf_config=hf_config, tokenizer=None, dtype="bfloat16", max_shard_bytes=10**9, layout=stored
+    )
 
 
 # ---- another objective --------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from torch import nn
 from heavylift.errors import UserError
 from heavylift.files import sync
 from heavylift.models.load import DTYPES, gather_whole
-from heavylift.models.names import persistent_buffers, unique_parameters
+from heavylift.models.names import kept_in_float32, persistent_buffers, unique_parameters
 from heavylift.models.stored import Layout, default_layout
 
 _SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64",
@@ -45,9 +45,13 @@ class SavedTensor:
     place: tuple[slice, ...]
     """The box as an index into the whole of it."""
 
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        """In the file, when floating point is saved as `dtype`."""
-        return math.prod(self.shape) * _saved_dtype(self.source, dtype).itemsize
+    dtype: torch.dtype
+    """In the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -59,22 +63,31 @@ class ShardFile:
     writer_rank: int
 
 
-def plan_tensors(model: nn.Module, layout: Layout) -> list[SavedTensor]:
-    """What the files are to hold, parameter by parameter, under the names of `layout`."""
-    tensors = {**unique_parameters(model), **persistent_buffers(model)}
+def plan_tensors(model: nn.Module, layout: Layout, dtype: torch.dtype) -> list[SavedTensor]:
+    """What the files are to hold, parameter by parameter, under the names of `layout`.
+
+    In `dtype`; but nobody trains a buffer, and what is kept in float32 would mean something else when rounded.
+    """
+    buffers, float32 = persistent_buffers(model), kept_in_float32(model)
+
+    def saved_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
+        if not tensor.is_floating_point():
+            return tensor.dtype
+        return torch.promote_types(tensor.dtype, dtype) if name in buffers or name in float32 else dtype
+
     return [
-        SavedTensor(stored.name, stored.shape, tensor, stored.place)
-        for name, tensor in tensors.items()
+        SavedTensor(stored.name, stored.shape, tensor, stored.place, saved_dtype(name, tensor))
+        for name, tensor in {**unique_parameters(model), **buffers}.items()
         for stored in layout[name]
     ]
 
 
-def plan_files(tensors: Iterable[SavedTensor], dtype: torch.dtype, max_bytes: int, world_size: int) -> list[ShardFile]:
+def plan_files(tensors: Iterable[SavedTensor], max_bytes: int, world_size: int) -> list[ShardFile]:
     """Splits tensors, in order, into files of at most `max_bytes` (a larger tensor gets a file of its own)."""
     files: list[list[SavedTensor]] = []
     size = math.inf
     for tensor in tensors:
-        tensor_bytes = tensor.num_bytes(dtype)
+        tensor_bytes = tensor.num_bytes
         if size + tensor_bytes > max_bytes:
             files.append([])
             size = 0
@@ -101,11 +114,12 @@ def save_model(
 ) -> None:
     """Writes `model` as a Hugging Face folder. A collective: all ranks call it; the folder is shared by the ranks.
 
-    Tied weights are written once. `layout`: under which names, and which parameters in how many tensors, such as
-    `check_weights` found it in the files that were read; None: as transformers does. `generation_config`: a file that
-    is taken along where there is one. `folder` must not exist; while it is being written it has the name `folder +
-    ".partial"`, which is removed when anything fails. Raises UserError when `folder` is there before anything is
-    written, and when a file cannot be written (disk full, no permission), on every rank.
+    Parameters are written in `dtype`, but what the family keeps in float32 and nobody trained, and buffers, no narrower
+    than they are. Tied weights are written once. `layout`: under which names, and which parameters in how many tensors,
+    such as `check_weights` found it in the files that were read; None: as transformers does. `generation_config`: a
+    file that is taken along where there is one. `folder` must not exist; while it is being written it has the name
+    `folder + ".partial"`, which is removed when anything fails. Raises UserError when `folder` is there before anything
+    is written, and when a file cannot be written (disk full, no permission), on every rank.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     there = [folder.exists()]
@@ -115,12 +129,12 @@ def save_model(
     partial = folder.with_name(folder.name + ".partial")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
-    tensors = plan_tensors(model, layout or default_layout(model))
-    files = plan_files(tensors, DTYPES[dtype], max_shard_bytes, world_size)
+    tensors = plan_tensors(model, layout or default_layout(model), DTYPES[dtype])
+    files = plan_files(tensors, max_shard_bytes, world_size)
     try:
         _together(lambda: partial.mkdir(parents=True), rank == 0, partial)
         for file in files:
-            _write_file(partial, file, DTYPES[dtype], rank)
+            _write_file(partial, file, rank)
         _together(lambda: _write_small_files(partial, files, hf_config, tokenizer, dtype), rank == 0, partial)
         if generation_config is not None:
             _together(lambda: _copy_if_there(generation_config, partial), rank == 0, partial)
@@ -138,7 +152,7 @@ def _put_into_place(partial: Path, folder: Path) -> None:
     sync(folder.parent)
 
 
-def _write_file(folder: Path, file: ShardFile, dtype: torch.dtype, rank: int) -> None:
+def _write_file(folder: Path, file: ShardFile, rank: int) -> None:
     """Gathers and writes the tensors of one file; a failed write is told to all ranks after the file."""
     writes = rank == file.writer_rank
     stream: IO[bytes] | None = None
@@ -146,7 +160,7 @@ def _write_file(folder: Path, file: ShardFile, dtype: torch.dtype, rank: int) ->
     try:
         if writes:
             stream = open(folder / file.name, "wb")
-            stream.write(_header(file.tensors, dtype))
+            stream.write(_header(file.tensors))
     except Exception as caught:
         error = caught
     # the gathers are collectives: a rank that cannot write goes on gathering and tells the others afterwards
@@ -154,7 +168,7 @@ def _write_file(folder: Path, file: ShardFile, dtype: torch.dtype, rank: int) ->
     for tensor in file.tensors:
         if tensor.source is not source:  # once for all of its boxes in this file
             source = tensor.source
-            whole = gather_whole(source, dtype)
+            whole = gather_whole(source, tensor.dtype)
         if writes and error is None and stream is not None:
             try:
                 stream.write(whole[tensor.place].contiguous().flatten().view(torch.uint8).numpy().data)
@@ -168,13 +182,13 @@ def _write_file(folder: Path, file: ShardFile, dtype: torch.dtype, rank: int) ->
     _raise_together(error, folder / file.name)
 
 
-def _header(tensors: Iterable[SavedTensor], dtype: torch.dtype) -> bytes:
+def _header(tensors: Iterable[SavedTensor]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
-        end = offset + tensor.num_bytes(dtype)
+        end = offset + tensor.num_bytes
         entries[tensor.name] = {
-            "dtype": _SAFETENSORS_DTYPES[_saved_dtype(tensor.source, dtype)],
+            "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
@@ -182,10 +196,6 @@ def _header(tensors: Iterable[SavedTensor], dtype: torch.dtype) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data starts aligned
     return len(text).to_bytes(8, "little") + text
-
-
-def _saved_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def _write_small_files(
@@ -197,7 +207,7 @@ def _write_small_files(
 ) -> None:
     """config.json, tokenizer and, with several weight files, their index."""
     if len(files) > 1:
-        total = sum(tensor.num_bytes(DTYPES[dtype]) for file in files for tensor in file.tensors)
+        total = sum(tensor.num_bytes for file in files for tensor in file.tensors)
         index = {
             "metadata": {"total_size": total},
             "weight_map": {tensor.name: file.name for file in files for tensor in file.tensors},

@@ -344,7 +344,7 @@ class ExportConfig(Section):
     save: bool = True
     """Write the model folder at the end of the run; false for benchmarks."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Dtype of the saved weights."""
+    """Dtype of the saved weights. Buffers are written no narrower than they are."""
     max_shard_size: str = "5GB"
     """Largest safetensors file, e.g. 500MB, 5GB (decimal units)."""
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from heavylift.config.schema import ModelConfig
 from heavylift.errors import UserError, first_line
-from heavylift.models.names import persistent_buffers, unique_parameters
+from heavylift.models.names import kept_in_float32, persistent_buffers, unique_parameters
 from heavylift.models.stored import Layout, StoredTensor, check_weights
 
 logger = logging.getLogger(__name__)
@@ -52,9 +52,9 @@ def load_hf_config(folder: Path, trust_remote_code: bool) -> Any:
 def build_on_meta(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> nn.Module:
     """The causal language model of a config, on the meta device, with `freeze` applied.
 
-    All floating-point parameters are in `dtype`: FSDP2 reduces the gradients of a layer together. Some families make
-    their router's weights in float32 whatever the model's dtype; they are as precise in the optimizer's masters here,
-    like all others.
+    Whatever is trained is in `dtype`: FSDP2 reduces the gradients of a layer together. Some families make their
+    router's weights in float32 whatever the model's dtype; they are as precise in the optimizer's masters here, like
+    all others. What is not trained and they want in float32 is in float32.
     """
     from transformers import AutoModelForCausalLM
 
@@ -78,11 +78,19 @@ def build_on_meta(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> nn
     problem = _another_objective(model)
     if problem is not None:
         raise UserError(f"{Path(config.model_name_or_path) / 'config.json'}: {problem}")
-    for param in model.parameters():
-        if param.is_floating_point():
-            param.data = param.data.to(dtype)
     _freeze(model, config.freeze)
+    _set_dtypes(model, dtype)
     return model
+
+
+def _set_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
+    for param in model.parameters():
+        if param.requires_grad:
+            param.data = param.data.to(dtype)
+    for name in kept_in_float32(model):
+        owner, _, own_name = name.rpartition(".")
+        tensor = getattr(model.get_submodule(owner), own_name)
+        tensor.data = tensor.data.float()
 
 
 def _another_objective(model: nn.Module) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import nn
 
@@ -27,3 +29,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that checkpoints hold."""
     state = set(model.state_dict().keys())
     return {name: buffer for name, buffer in model.named_buffers() if name in state}
+
+
+def kept_in_float32(model: nn.Module) -> set[str]:
+    """Buffers and frozen parameters that a transformers family wants in float32 whatever the model's dtype.
+
+    Such as the biases by which DeepSeek V3 and ERNIE 4.5 choose experts: rounded, others are chosen.
+    """
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    wanted = re.compile("|".join(rf"(^|\.){pattern}($|\.)" for pattern in patterns) or "$^")
+    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    floating = {name for name, tensor in persistent_buffers(model).items() if tensor.is_floating_point()}
+    return {name for name in frozen | floating if wanted.search(name)}

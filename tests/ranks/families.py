@@ -68,6 +68,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        _BASE
+        | {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 8,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        },
+    ),
 }
 
 
