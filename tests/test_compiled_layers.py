@@ -20,7 +20,7 @@ from heavylift.engine import Engine, build_optimizer
 from heavylift.errors import UserError
 from heavylift.memory.boundaries import BoundaryStore
 from heavylift.memory.checkpointing import checkpoint_layers
-from heavylift.models.compiled import compile_layers
+from heavylift.models.compiled import compile_layers, why_not_compilable
 from heavylift.models.load import build_on_meta, load_hf_config, load_weights, materialise
 from heavylift.offload.options import TieredOptions
 from heavylift.sharding import layers_of, make_mesh, shard_model
@@ -131,6 +131,61 @@ def test_other_errors_of_a_layer_are_its_own() -> None:
         layers[0](torch.ones(1, 2))
     layers[1](torch.ones(1, 2))
     assert len(calls) == 2
+
+
+class Kind(nn.Module):
+    """A layer of one kind of several: its graph is not that of the others."""
+
+    def __init__(self, kind: int) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (2 if self.training else 3) * x.flatten(0, 1).cumsum(0).view(x.shape) + self.kind
+
+
+def run_kinds(monkeypatch: pytest.MonkeyPatch, *, or_eager: bool) -> int:
+    """Three kinds of layers with shapes as a run has them: in training and in evaluation batches of several widths, and
+    single samples. Returns the number of graphs."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()  # what other tests compiled counts too
+    monkeypatch.setattr(nn.Module, "compile", compile_with(backend))
+    layers = [Kind(kind) for kind in range(3)]
+    compile_layers(layers, or_eager=or_eager)
+    for shape in [(2, 7), (2, 9), (4, 11), (1, 7), (1, 9)]:
+        x = torch.ones(shape)
+        for is_training in (True, False):
+            for layer in layers:
+                expected = (2 if is_training else 3) * x.flatten().cumsum(0).view(shape) + layer.kind
+                assert torch.equal(layer.train(is_training)(x), expected)
+    return len(graphs)
+
+
+def test_layers_of_several_kinds_stay_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch's limit of eight graphs ended such runs, in the middle."""
+    with torch._dynamo.config.patch(recompile_limit=8):
+        assert run_kinds(monkeypatch, or_eager=True) > 8
+    assert not [message for message in caplog.messages if message.startswith("train.compile")]
+
+
+def test_too_many_graphs_are_the_compilers_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("heavylift.models.compiled.MAX_GRAPHS", 3)
+    with torch._dynamo.config.patch(recompile_limit=3):
+        assert run_kinds(monkeypatch, or_eager=True) == 3
+        [line] = [message for message in caplog.messages if message.startswith("train.compile")]
+        assert "cannot be compiled here: 3 graphs were not enough for the shapes of their inputs; " in line
+        with pytest.raises(Exception, match="fullgraph") as caught:
+            run_kinds(monkeypatch, or_eager=False)
+        assert why_not_compilable(caught.value) == "3 graphs were not enough for the shapes of their inputs"
 
 
 def compile_with(backend: Any) -> Any:

@@ -24,12 +24,30 @@ def why_not_compiled(model: nn.Module) -> str | None:
     return f"layers of {model_type} write into their weights" if model_type in _WRITE_INTO_WEIGHTS else None
 
 
+MAX_GRAPHS = 64
+"""Of one layer's code, which all layers share. Each kind of layer has graphs of its own, in training and in evaluation,
+for the first shape, for any other and for single samples: torch's 8 are not enough for two kinds."""
+
+
+def why_not_compilable(error: BaseException) -> str | None:
+    """What the compiler says in an exception that came out of a compiled layer; None where it is not the compiler's."""
+    import torch._dynamo.config as dynamo
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # there once something is compiled
+
+    if isinstance(error, FailOnRecompileLimitHit):
+        return f"{dynamo.recompile_limit} graphs were not enough for the shapes of their inputs"
+    return first_line(error) if isinstance(error, TorchDynamoException) else None
+
+
 def compile_layers(layers: Sequence[nn.Module], *, or_eager: bool) -> None:
     """Compiles each layer whole. Call before `fully_shard`, gates and whatever else stands in front of a layer.
 
     `or_eager`: where a layer cannot be compiled all of them run as they are written from then on, and a warning says
-    why. Without it the compiler's exception (torch._dynamo.exc.TorchDynamoException) comes out of the first forward.
+    why. Without it the compiler's exception (see `why_not_compilable`) comes out of the forward that meets it.
     """
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_GRAPHS)
     for layer in layers:
         layer.compile(fullgraph=True)
     if or_eager:
@@ -52,23 +70,22 @@ class _Fallback:
                 return layer._call_impl(*args, **kwargs)
             try:
                 return compiled(*args, **kwargs)
-            except RuntimeError as error:
-                from torch._dynamo.exc import TorchDynamoException  # there once something is compiled
-
-                if not isinstance(error, TorchDynamoException):
+            except Exception as error:
+                why = why_not_compilable(error)
+                if why is None:
                     raise
-                self._give_up(error)
+                self._give_up(why)
             # outside of `except`: the exception's frames hold tensors. Nothing of the layer has run: it is compiled
             # as a whole, and before that
             return layer._call_impl(*args, **kwargs)
 
         return run
 
-    def _give_up(self, error: BaseException) -> None:
+    def _give_up(self, why: str) -> None:
         self._eager = True
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.warning(
                 "train.compile: the layers run as they are written, slower and with more memory than planned, since "
                 "they cannot be compiled here: %s; false says so from the start",
-                first_line(error),
+                why,
             )

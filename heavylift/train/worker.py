@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from heavylift.config.recipe import load_recipe
-from heavylift.errors import EXIT_USER_ERROR, UserError, first_line
+from heavylift.errors import EXIT_USER_ERROR, UserError
 from heavylift.launch.failures import RANK_0_SPEAKS_FIRST_S
 
 
@@ -25,6 +25,7 @@ def main(argv: Sequence[str]) -> None:
     # after the quick part: these import torch and transformers
     import torch.distributed as dist
 
+    from heavylift.models.compiled import why_not_compilable
     from heavylift.train.bench import write_result
     from heavylift.train.bench_request import BenchRequest
     from heavylift.train.loop import train
@@ -41,13 +42,13 @@ def main(argv: Sequence[str]) -> None:
         if request is not None:
             write_result(run, history, request)
         run.engine.optimizer.close()
-    except RuntimeError as error:
-        from torch._dynamo.exc import TorchDynamoException  # only now: a run should not start later for it
-
-        if not isinstance(error, TorchDynamoException):
-            raise
+    except UserError:
+        raise
+    except Exception as error:
         # some families' layers are no single graph, and a machine may have no compiler
-        why = first_line(error)
+        why = why_not_compilable(error)
+        if why is None:
+            raise
         raise UserError(f"train.compile: the model's layers cannot be compiled here: {why}; set it to false") from error
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
