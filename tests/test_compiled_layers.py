@@ -154,9 +154,10 @@ def run_kinds(monkeypatch: pytest.MonkeyPatch, *, or_eager: bool) -> int:
         return graph.forward
 
     torch._dynamo.reset()  # what other tests compiled counts too
-    monkeypatch.setattr(nn.Module, "compile", compile_with(backend))
     layers = [Kind(kind) for kind in range(3)]
-    compile_layers(layers, or_eager=or_eager)
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Module, "compile", compile_with(backend))
+        compile_layers(layers, or_eager=or_eager)
     for shape in [(2, 7), (2, 9), (4, 11), (1, 7), (1, 9)]:
         x = torch.ones(shape)
         for is_training in (True, False):
