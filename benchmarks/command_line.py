@@ -6,6 +6,7 @@ Under a launcher only one process of a machine speaks.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from heavylift.errors import EXIT_USER_ERROR, UserError
+from heavylift.files import replacing
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,6 +40,17 @@ def whole_number(text: str) -> int:
     return number
 
 
+def seconds(text: str) -> float:
+    """An argument that is a time. Raises ArgumentTypeError for what is none, above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
+    return number
+
+
 def result_file(text: str) -> Path:
     """An argument that names a file to write. Raises ArgumentTypeError where it cannot be one: before the work."""
     path = Path(text)
@@ -48,6 +61,18 @@ def result_file(text: str) -> Path:
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{path} cannot be written")
     return path
+
+
+def write_result(path: Path, text: str) -> None:
+    """Writes a result whole or, with UserError, not at all: an older file stays then."""
+    try:
+        if path.exists() and not path.is_file():  # a device or a pipe, whose place no file must take
+            path.write_text(text, encoding="utf-8")
+            return
+        with replacing(path) as part:
+            part.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}; change --out") from None
 
 
 def run(main: Callable[[], int]) -> NoReturn:

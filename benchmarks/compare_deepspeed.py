@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from command_line import Parser, result_file, run
+from command_line import Parser, result_file, run, seconds, whole_number, write_result
 
 from heavylift.errors import UserError
 
@@ -63,14 +63,14 @@ DEFAULT_CASES = tuple(case for case in CASES if case != "deepspeed-device")
 def arguments() -> argparse.Namespace:
     """The command line, checked."""
     parser = Parser(__doc__)
-    parser.add_argument("--nproc", type=int, required=True, help="processes, one per GPU")
+    parser.add_argument("--nproc", type=whole_number, required=True, help="processes, one per GPU")
     parser.add_argument("--size", choices=SIZES, default="8b")
-    parser.add_argument("--micro-batch", type=int, help="samples per process and step; default: by size")
-    parser.add_argument("--seq", type=int, help="tokens of a sample; default: by size")
+    parser.add_argument("--micro-batch", type=whole_number, help="samples per process and step; default: by size")
+    parser.add_argument("--seq", type=whole_number, help="tokens of a sample; default: by size")
     # `auto` speculates from the fifth step on: warm-up must be longer
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=whole_number, default=12)
     parser.add_argument("--warmup", type=int, default=6)
-    parser.add_argument("--timeout", type=float, default=300, metavar="S", help="of one case (default 300)")
+    parser.add_argument("--timeout", type=seconds, default=300, metavar="S", help="of one case (default 300)")
     parser.add_argument("--cases", default=",".join(DEFAULT_CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--out", type=result_file, required=True, help="JSON file")
     parser.add_argument("--add", action="store_true", help="keep the cases that are in the file, run only the others")
@@ -82,8 +82,8 @@ def arguments() -> argparse.Namespace:
     unknown = [case for case in args.cases if case not in CASES]
     if unknown:
         parser.error(f"--cases: no case {', '.join(unknown)}; choose of {', '.join(CASES)}")
-    if min(args.nproc, args.micro_batch, args.seq) < 1 or not 0 <= args.warmup < args.steps:
-        parser.error("--nproc, --micro-batch and --seq are from 1, --warmup below --steps")
+    if not 0 <= args.warmup < args.steps:
+        parser.error(f"argument --warmup: expected a number from 0 below --steps {args.steps}, got {args.warmup}")
     if args.out.exists() and not (args.add or args.overwrite):
         parser.error(f"{args.out}: exists; choose another --out, or give --add or --overwrite")
     return args
@@ -185,16 +185,28 @@ def ratios(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
+def cases_before(path: Path, asked: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The cases of an older file that did not fail. Raises UserError for a file that is no comparison, or of another
+    setup than is `asked` for."""
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        setup, cases = before["setup"], dict(before["cases"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{path}: is no result of a comparison, so --add has nothing to add to; choose another --out"
+        ) from None
+    if setup != asked:
+        raise UserError(f"{path}: is of {setup}, not of {asked}; choose another --out")
+    return {case: result for case, result in cases.items() if "failed" not in result}
+
+
 def main() -> int:
     """All cases. 0 if none failed."""
     args = arguments()
     asked = {"nproc": args.nproc, "size": args.size, "micro_batch": args.micro_batch, "seq": args.seq}
     cases: dict[str, dict[str, Any]] = {}
     if args.add and args.out.exists():
-        before = json.loads(args.out.read_text(encoding="utf-8"))
-        if before["setup"] != asked:
-            raise UserError(f"{args.out}: is of {before['setup']}, not of {asked}; choose another --out")
-        cases = {case: result for case, result in before["cases"].items() if "failed" not in result}
+        cases = cases_before(args.out, asked)
     for case in [case for case in args.cases if case not in cases]:
         print(f"{case} ...", flush=True)
         cases[case] = run_case(case, args)
@@ -202,7 +214,7 @@ def main() -> int:
         said = f"failed: {result['failed']}" if "failed" in result else f"{result['step_s']['median']:.3f} s/step"
         print(f"  {said}", flush=True)
         whole = {"setup": asked, "ratios": ratios(cases), "cases": cases}
-        args.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        write_result(args.out, json.dumps(whole, indent=1) + "\n")
     print("\n" + table(cases))
     return int(any("failed" in result for result in cases.values()))
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from command_line import Parser, result_file, run, whole_number
+from command_line import Parser, result_file, run, whole_number, write_result
 
 from heavylift.errors import UserError
 from heavylift.memory.machine import host_available_bytes
@@ -74,7 +74,7 @@ def main() -> int:
             "rows": rows,
             "twin": twin,
         }
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(args.out, json.dumps(result, indent=1) + "\n")
     return 0
 
 

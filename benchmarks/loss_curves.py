@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from command_line import Parser, result_file, run, whole_number, write_result
 from torch import nn
 
 from heavylift.config.schema import Schedule, Tier
@@ -234,25 +235,31 @@ def lists_in_lines(text: str) -> str:
     return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda match: f"[{' '.join(match[1].split())}]", text)
 
 
-def main() -> int:
-    """Runs all cases and writes the JSON file and the picture."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="JSON file; the picture gets the ending .png")
-    parser.add_argument("--steps", type=int, default=300)
+def arguments() -> argparse.Namespace:
+    """The command line, checked."""
+    parser = Parser(__doc__)
+    parser.add_argument("--out", type=result_file, required=True, help="JSON file; the picture gets the ending .png")
+    parser.add_argument("--steps", type=whole_number, default=300)
     parser.add_argument("--dtype", default="float32,bfloat16", help="one or both of float32,bfloat16")
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
-    given = parser.parse_args()
-    dtypes = given.dtype.split(",")
-    if given.steps < 1 or not set(dtypes) <= set(DTYPES) or not given.max_grad_norm > 0:
-        parser.error(f"expected --steps >= 1, --dtype of {', '.join(DTYPES)}, --max-grad-norm > 0")
-    if not given.out.parent.is_dir():
-        parser.error(f"--out: {given.out.parent} is no folder")
+    args = parser.parse_args()
+    args.dtypes = args.dtype.split(",")
+    if not set(args.dtypes) <= set(DTYPES):
+        parser.error(f"argument --dtype: expected one or both of {', '.join(DTYPES)}, got {args.dtype!r}")
+    if not 0 < args.max_grad_norm < math.inf:
+        parser.error(f"argument --max-grad-norm: expected a number above 0, got {args.max_grad_norm:g}")
+    return args
+
+
+def main() -> int:
+    """Runs all cases and writes the JSON file and the picture."""
+    given = arguments()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        result = run_all(dtypes, given.steps, given.max_grad_norm)
+        result = run_all(given.dtypes, given.steps, given.max_grad_norm)
         dist.destroy_process_group()
-    given.out.write_text(lists_in_lines(json.dumps(result, indent=1)) + "\n", encoding="utf-8")
+    write_result(given.out, lists_in_lines(json.dumps(result, indent=1)) + "\n")
     plot(result, given.out.with_suffix(".png"))
     for dtype, curves in result["curves"].items():
         for name, curve in curves.items():
@@ -265,4 +272,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from command_line import Parser, result_file, whole_number
+from command_line import Parser, result_file, whole_number, write_result
 from command_line import run as run_command
 
 from heavylift.config.recipe import load_recipe
@@ -217,7 +217,7 @@ def main() -> int:
         result["variants"][variant] = found
         if run.ranks.rank == 0:
             print(f"{variant:<28} {found['step_s']:.3f} s, device {found['peak_device_gib']} GiB", flush=True)
-            args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write_result(args.out, json.dumps(result, indent=1) + "\n")
     dist.barrier()
     # as heavylift's own processes leave: see `heavylift.launch.entry.leave`
     os._exit(0)

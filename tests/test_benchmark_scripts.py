@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -97,6 +99,7 @@ GOOD = {
     "step_variants": ["r.yaml", "--variants", "device", "--out", "o.json"],
     "cpu_adamw": ["--params", "100", "--repeats", "1"],
     "compare_deepspeed": ["--nproc", "2", "--out", "o.json"],
+    "loss_curves": ["--out", "o.json"],
 }
 
 
@@ -121,7 +124,22 @@ GOOD = {
         ("cpu_adamw", ["--threads", "1,100000"], "argument --threads: expected at most 1024 threads, got 100000"),
         ("cpu_adamw", ["--out", "."], "argument --out: expected a file, got the folder ."),
         ("compare_deepspeed", ["--cases", "fast"], "--cases: no case fast; choose of"),
-        ("compare_deepspeed", ["--nproc", "x"], "argument --nproc: invalid int value: 'x'"),
+        ("compare_deepspeed", ["--nproc", "x"], "argument --nproc: expected a whole number from 1, got 'x'"),
+        ("compare_deepspeed", ["--seq", "0"], "argument --seq: expected a whole number from 1, got '0'"),
+        ("compare_deepspeed", ["--timeout", "-1"], "argument --timeout: expected seconds above 0, got '-1'"),
+        (
+            "compare_deepspeed",
+            ["--warmup", "12"],
+            "argument --warmup: expected a number from 0 below --steps 12, got 12",
+        ),
+        ("loss_curves", ["--steps", "0"], "argument --steps: expected a whole number from 1, got '0'"),
+        (
+            "loss_curves",
+            ["--dtype", "float8"],
+            "argument --dtype: expected one or both of float32, bfloat16, got 'float8'",
+        ),
+        ("loss_curves", ["--max-grad-norm", "nan"], "argument --max-grad-norm: expected a number above 0, got nan"),
+        ("loss_curves", ["--out", "nowhere/o.json"], "argument --out: {cwd}/nowhere is no folder"),
     ],
 )
 def test_bad_arguments(
@@ -157,3 +175,41 @@ def test_cpu_adamw_tells_in_one_line_of_threads_that_do_not_start(monkeypatch: p
     (problem,) = caught.value.problems
     assert problem.startswith("--threads 700: could not start 700 threads on 2 CPUs (1000000, 1000001)")
     assert problem.endswith("; give fewer") and "\n" not in problem
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"setup": {}, "cases": 3}'])
+def test_a_comparison_is_added_to_a_comparison_only(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    module: Any = importlib.import_module("compare_deepspeed")
+    path = tmp_path / "o.json"
+    path.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["compare_deepspeed.py", "--nproc", "2", "--add", "--out", str(path)])
+    with pytest.raises(UserError) as caught:
+        module.main()
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{path}: is no result of a comparison") and path.read_text() == text
+
+
+def test_a_result_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    module: Any = importlib.import_module("command_line")
+    path = tmp_path / "o.json"
+    module.write_result(path, "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", lambda *_, **__: full_disk())
+        with pytest.raises(UserError) as caught:
+            module.write_result(path, "new")
+    assert caught.value.problems == (f"{path}: cannot be written: No space left on device; change --out",)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def full_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    args = ["--params", "64", "--threads", "1", "--repeats", "1", "--out", "/dev/full"]
+    done = run_script("cpu_adamw.py", *args, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == "error: /dev/full: cannot be written: No space left on device; change --out\n"
+    assert not Path("/dev/full").is_file()
