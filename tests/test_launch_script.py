@@ -64,6 +64,24 @@ sys.exit(int(how)) if how.isdigit() else os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+STARTS_OTHERS = """
+import os, signal, subprocess, sys, time
+if os.environ["RANK"] == "0":
+    time.sleep(600)
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+child.stdout.readline()  # it is deaf from here on
+fork = os.fork()
+if fork == 0:
+    time.sleep(600)
+own_master = subprocess.Popen(["sleep", "600"], start_new_session=True)
+with open("own_master", "w") as file:
+    file.write(str(own_master.pid))
+with open("pids", "w") as file:
+    file.write(f"{child.pid} {fork}")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 USER_ERROR = """
 import os, sys, torch
 import torch.distributed as dist
@@ -205,6 +223,20 @@ def test_first_failure_is_shown_and_its_code_kept(
         assert "runpy" not in ended.err and "entry.py" not in ended.err and "in deep" in ended.err
     assert not [child for child in psutil.Process().children(recursive=True) if "dies.py" in child.cmdline()]
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_what_a_failed_rank_has_started_ends_too(here: Here, tmp_path: Path) -> None:
+    """Deaf to SIGTERM or not; what has left the rank's session is its own master."""
+    (tmp_path / "starts.py").write_text(STARTS_OTHERS)
+    ended = here("-q", "--num_gpus=2", "--no_local_rank", "starts.py")
+    pids = {int(pid) for pid in (tmp_path / "pids").read_text().split()}
+    own_master = int((tmp_path / "own_master").read_text())
+    still = [pid for pid in pids if not gone([pid], within_s=0.1)]
+    own_master_lives = psutil.pid_exists(own_master)
+    for pid in {*still, own_master}:
+        os.kill(pid, signal.SIGKILL)
+    assert (ended.rc, still, own_master_lives) == (137, [], True), ended.err
+    assert len(pids) == 2
 
 
 @pytest.mark.parametrize(("who", "prefix"), [("all", ""), ("one", "rank 1: ")])

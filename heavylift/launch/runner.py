@@ -26,6 +26,7 @@ from heavylift.launch.deaths import DeathWatch
 from heavylift.launch.devices import gpu_pci_ids
 from heavylift.launch.entry import PARENT_VARIABLE
 from heavylift.launch.failures import FAILURES_VARIABLE, Told, read_told
+from heavylift.launch.leftovers import end_leftovers
 from heavylift.launch.node_errors import hand_up
 from heavylift.launch.oom import read_oom_count
 from heavylift.launch.rank_output import LOG_VARIABLE, PIPES_VARIABLE, RankStderr, end_of_file, last_lines, log_file
@@ -134,6 +135,7 @@ def run_node(run: NodeRun, root: Path = Path("/")) -> int:
             ):
                 elastic_launch(_launch_config(run, folder), sys.executable)(*command)
         except ChildFailedError as failed:
+            end_leftovers(Path(folder))
             told = read_told(Path(folder))
             _say_user_errors(run, list(told.values()))
             failures = with_told(_failures(failed.failures, deaths.seconds), told)
@@ -143,6 +145,7 @@ def run_node(run: NodeRun, root: Path = Path("/")) -> int:
                 return report(failures, world_size, oom, None)
             return report(failures, world_size, oom, lambda failure: _tail(run, stderr, failure), stderr is not None)
         except SignalException as ended:
+            end_leftovers(Path(folder))
             _say_user_errors(run, list(read_told(Path(folder)).values()))
             if not run.is_part:
                 print(f"ended by {ended.sigval.name}; the workers are stopped", file=sys.stderr)
