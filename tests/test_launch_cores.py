@@ -179,6 +179,7 @@ def test_core_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [place.node for place in swapped] == [1, 0]
     for wrong, said in [
         ("0-", "'0-' is neither a number nor a range"),
+        ("0-99999999999", "'0-99999999999': no machine has a core of this number"),
         ("", "it names no core"),
         ("0-3,2", "core 2 is named twice"),
         ("12-15", "core 14-15 may not be used here; usable: 0-13"),

@@ -357,6 +357,9 @@ def test_hostfile(tmp_path: Path) -> None:
         f"{path}:4: host c has no slots; give it one per GPU or remove the line",
         f"{path}:5: expected 'host slots=n', got 'd slots=-1'",
     )
+    path.write_text("a slots=99999999999\n")
+    with pytest.raises(UserError, match="hosts:1: expected 'host slots=n', got 'a slots=99999999999'"):
+        read_hostfile(path)
     path.write_text("# nothing\n")
     with pytest.raises(UserError, match="names no host"):
         read_hostfile(path)
@@ -389,6 +392,7 @@ def test_choice_of_slots(given: dict, chosen: dict) -> None:
         ({"include": "d:0"}, "--include d:0: unknown host 'd'; known: a, b, c"),
         ({"include": "c:1,2"}, "--include c:1,2: host c has slots 0 to 1, not 2"),
         ({"include": "c:"}, "--include c:: expected slots such as c:0,2 or c:0-3, got 'c:'"),
+        ({"include": "c:0-99999999999"}, "--include c:0-99999999999: expected slots such as c:0,2 or c:0-3"),
         ({"include": "a:0@a:1"}, "--include a:0@a:1: host a is named twice"),
         ({"include": "a:0,0"}, "--include a:0,0: a slot of host a is named twice"),
         ({"exclude": "a@b@c"}, "--exclude a@b@c: nothing is left to run on"),
@@ -400,6 +404,12 @@ def test_wrong_choices(given: dict, said: str) -> None:
     with pytest.raises(UserError) as caught:
         choose(HOSTS, **given)
     assert caught.value.problems[0].startswith(said)
+
+
+def test_one_mistake_is_told_once() -> None:
+    with pytest.raises(UserError) as caught:
+        choose(HOSTS, include="@")
+    assert caught.value.problems == ("--include @: unknown host ''; known: a, b, c",)
 
 
 def test_environment_for_the_nodes(tmp_path: Path) -> None:

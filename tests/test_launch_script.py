@@ -304,6 +304,7 @@ def test_port_in_use(here: Here, port_in_use: int) -> None:
         (["--no_python", "no-such-program"], "no-such-program: there is no such program"),
         (["--module", "--no_python", "echo_it.py"], "--module and --no_python cannot be used together"),
         (["--num_gpus", "0", "echo_it.py"], "--num_gpus 0: expected at least 1"),
+        (["--num_gpus", "99999999999", "echo_it.py"], "--num_gpus 99999999999: expected at most 99999"),
         (["--num_gpus", "two", "echo_it.py"], "argument --num_gpus/--num-gpus.*invalid int value: 'two'"),
         (["--num_nodes", "2", "echo_it.py"], "--num_nodes 2: there is no hostfile"),
         (["--master_port", "70000", "echo_it.py"], "--master_port 70000: expected a port"),

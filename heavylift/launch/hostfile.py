@@ -15,7 +15,8 @@ from heavylift.errors import UserError
 Slots = dict[str, list[int]]
 """Host name -> slots in use, in the order of the ranks."""
 
-_LINE = re.compile(r"(?P<host>[^\s#=]+)\s+slots=(?P<slots>\d+)\s*(?:#.*)?")
+_LINE = re.compile(r"(?P<host>[^\s#=]+)\s+slots=(?P<slots>\d{1,5})\s*(?:#.*)?")
+_SLOTS = re.compile(r"(\d{1,5})(?:\s*-\s*(\d{1,5}))?")  # a longer number would fill the memory with its range
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -123,17 +124,20 @@ def _parse_filter(flag: str, text: str, hosts: Mapping[str, int]) -> Slots:
             problems.append(f"{flag} {text}: a slot of host {host} is named twice")
         named[host] = slots
     if problems:
-        raise UserError(*problems)
+        raise UserError(*dict.fromkeys(problems))
     return named
 
 
 def _parse_slots(text: str) -> list[int] | None:
     slots: list[int] = []
     for part in text.split(","):
-        first, dash, last = (number.strip() for number in part.partition("-"))
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+        match = _SLOTS.fullmatch(part.strip())
+        if match is None:
             return None
-        slots += range(int(first), int(last if dash else first) + 1)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            return None
+        slots += range(first, last + 1)
     return slots
 
 

@@ -29,6 +29,8 @@ _REFUSED = {
 _NOT_GIVEN = {"num_nodes": -1, "num_gpus": -1, "node_rank": -1, "include": "", "exclude": "", "master_addr": ""}
 _MPI = {"openmpi", "mvapich", "mpich", "impi", "mosaicml"}
 _UNRECOGNIZED = "unrecognized arguments: "
+_MOST = 99_999
+"""Machines, or slots of one: a mistyped number is told before anything of that length is made."""
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -143,6 +145,8 @@ def _check(given: argparse.Namespace) -> None:
         value = getattr(given, name)
         if value is not None and value < 1:
             problems.append(f"--{name} {value}: expected at least 1")
+        elif value is not None and value > _MOST:
+            problems.append(f"--{name} {value}: expected at most {_MOST}")
     for name in ("master_port", "ssh_port"):
         value = getattr(given, name)
         if value is not None and not 1 <= value <= 65535:

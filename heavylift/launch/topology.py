@@ -39,6 +39,9 @@ class Topology:
         return sum(len(core.cpus) for core in self.cores)
 
 
+_MAX_DIGITS = 5
+
+
 def parse_cpu_list(text: str) -> list[int]:
     """CPU numbers of the kernel's list form: `0-3,8` is [0, 1, 2, 3, 8]. Raises ValueError for anything else."""
     cpus: list[int] = []
@@ -48,6 +51,8 @@ def parse_cpu_list(text: str) -> list[int]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ValueError(f"{part.strip()!r} is neither a number nor a range such as 0-3")
+        if max(len(first), len(last)) > _MAX_DIGITS:  # its range would fill the memory
+            raise ValueError(f"{part.strip()[:20]!r}: no machine has a core of this number")
         if dash and int(last) < int(first):
             raise ValueError(f"range {part.strip()!r} runs backwards")
         cpus += range(int(first), int(last if dash else first) + 1)
