@@ -98,6 +98,12 @@ def check_model(model: object) -> nn.Module:
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         problems.append("initialize: model= is a DistributedDataParallel; pass the module inside it (model.module)")
+    problems += [
+        f"model: parameter {name} is {str(param.dtype).removeprefix('torch.')}, and states are float32; make it a real "
+        "tensor, and use torch.view_as_complex in forward"
+        for name, param in model.named_parameters()
+        if param.requires_grad and param.is_complex()
+    ]
     if problems:
         raise UserError(*problems)
     return model
