@@ -109,7 +109,6 @@ def set_up(recipe: Recipe) -> Run:
     prepare_head(model, recipe.train, ranks.rank)
     recomputed = prepare_layers(model, recipe.train, ranks.device)
     sharded = shard_model(model, recipe.engine.zero_stage, make_mesh(recipe.engine.zero_stage, ranks.device.type))
-    check_one_dtype(sharded)
     options = tiered_options(recipe, split_cores(ranks.local_rank, ranks.local_world_size))
     try:
         check_format(options.state_format, {dtype})
@@ -132,19 +131,6 @@ def set_up(recipe: Recipe) -> Run:
     return Run(
         recipe, ranks, data, engine, plan, hf_config, tokenizer, num_params, num_trainable, dtype, folder, layout
     )
-
-
-def check_one_dtype(sharded: ShardedModel) -> None:
-    """Raises UserError where a model keeps some of a group's trainable parameters in another dtype than it was asked
-    for, such as DeepSeek V3 its routers."""
-    for group in sharded.groups:
-        trained = [(name, p) for name, p in group.params if p.requires_grad]
-        wide = [name for name, p in trained if p.dtype == torch.float32]
-        if 0 < len(wide) < len(trained):
-            raise UserError(
-                f"model.dtype: this model keeps {wide[0]} in float32 whatever it is asked for; set model.dtype to "
-                "float32, or freeze such parameters with model.freeze"
-            )
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
