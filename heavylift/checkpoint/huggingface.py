@@ -44,7 +44,6 @@ class SavedTensor:
     """The parameter or buffer, sharded."""
     place: tuple[slice, ...]
     """The box as an index into the whole of it."""
-
     dtype: torch.dtype
     """In the file."""
 

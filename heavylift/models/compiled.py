@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,8 +32,10 @@ for the first shape, for any other and for single samples: torch's 8 are not eno
 
 def why_not_compilable(error: BaseException) -> str | None:
     """What the compiler says in an exception that came out of a compiled layer; None where it is not the compiler's."""
+    if "torch._dynamo" not in sys.modules:  # nothing has been compiled, and importing it takes a while
+        return None
     import torch._dynamo.config as dynamo
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # there once something is compiled
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     if isinstance(error, FailOnRecompileLimitHit):
         return f"{dynamo.recompile_limit} graphs were not enough for the shapes of their inputs"

@@ -36,8 +36,10 @@ def kept_in_float32(model: nn.Module) -> set[str]:
 
     Such as the biases by which DeepSeek V3 and ERNIE 4.5 choose experts: rounded, others are chosen.
     """
-    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    wanted = re.compile("|".join(rf"(^|\.){pattern}($|\.)" for pattern in patterns) or "$^")
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None)
+    if not patterns:
+        return set()
+    wanted = re.compile("|".join(rf"(^|\.){pattern}($|\.)" for pattern in patterns))
     frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
     floating = {name for name, tensor in persistent_buffers(model).items() if tensor.is_floating_point()}
     return {name for name in frozen | floating if wanted.search(name)}

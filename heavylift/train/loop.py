@@ -40,7 +40,7 @@ from heavylift.train.schedules import build_scheduler
 from heavylift.train.setup import Run
 from heavylift.train.step_metrics import StepMeasure
 from heavylift.train.trace import Tracer
-from heavylift.train.waits import StepWaits, WaitWatch, mean_over_ranks, waits_text
+from heavylift.train.waits import StepWaits, WaitWatch, take_waits, waits_text
 from heavylift.transfer import RankNumbers
 
 
@@ -169,10 +169,7 @@ def _steps(run: Run, reporter: Reporter | None) -> None:
         except (OSError, ValueError) as error:  # of the disk; of JSON of which torch has written a part
             tracer, paused = None, True  # it would keep the ranges of all later steps
             _tell(run.recipe.output_dir / "trace.json", error)
-        waits = None
-        if optimizer.options.has_host_tier:
-            mine = watch.step(step + 1, optimizer.last_schedule, ranges, optimizer.take_device_gate_s())
-            waits = mean_over_ranks(mine, numbers)
+        waits = take_waits(watch, step + 1, optimizer, ranges, numbers)
         metrics = measure.of_step(step, batches, result.loss, result.grad_norm, lr, step_s)
         if reporter is not None:
             reporter.step(metrics, waits, step == num_steps - 1)

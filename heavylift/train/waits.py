@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
 from heavylift.config.schema import Schedule
+from heavylift.offload.optimizer import TieredAdamW
 from heavylift.offload.timeline import Activity, Range
 from heavylift.transfer import RankNumbers
 
@@ -128,6 +129,18 @@ def shared_seconds(ones: Sequence[Range], others: Sequence[Range]) -> float:
 def seconds_names() -> list[str]:
     """The fields of `StepWaits` that are measured."""
     return [f.name for f in fields(StepWaits) if f.name.endswith("_s")]
+
+
+def take_waits(
+    watch: WaitWatch, step: int, optimizer: TieredAdamW, ranges: Sequence[Range], numbers: RankNumbers
+) -> StepWaits | None:
+    """The waits of a step that `optimizer` has taken, means over the processes; None without a host tier. A collective.
+
+    `ranges`: what its timeline has taken since the last call.
+    """
+    if not optimizer.options.has_host_tier:
+        return None
+    return mean_over_ranks(watch.step(step, optimizer.last_schedule, ranges, optimizer.take_device_gate_s()), numbers)
 
 
 def mean_over_ranks(waits: StepWaits, numbers: RankNumbers) -> StepWaits:

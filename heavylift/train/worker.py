@@ -42,8 +42,6 @@ def main(argv: Sequence[str]) -> None:
         if request is not None:
             write_result(run, history, request)
         run.engine.optimizer.close()
-    except UserError:
-        raise
     except Exception as error:
         # some families' layers are no single graph, and a machine may have no compiler
         why = why_not_compilable(error)

@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None, machine: MachineMemory | None = None) ->
         config=settings,
     )
     say(f"{num_params:,} parameters, {num_steps} steps of {settings.batch.train_batch} sequences")
-    report = StepReport(recipe, plan, hf_config, num_params, engine)
+    report = StepReport(recipe, plan, num_steps, hf_config, num_params, engine)
     train(engine, plan, num_steps, report, args.log_interval, say)
     say(report.summary(args.warmup_steps if args.bench_steps else 0))
     report.close()

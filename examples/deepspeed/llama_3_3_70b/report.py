@@ -22,7 +22,7 @@ from heavylift.train.flops import ModelShape
 from heavylift.train.metrics import MetricsWriter, StepMetrics, step_line
 from heavylift.train.monitors import metrics_events, open_monitors
 from heavylift.train.step_metrics import StepMeasure
-from heavylift.train.waits import WaitWatch, mean_over_ranks, waits_text
+from heavylift.train.waits import WaitWatch, take_waits, waits_text
 from heavylift.transfer import RankNumbers
 
 
@@ -36,12 +36,18 @@ class StepReport:
     """Rank 0's reports; other ranks only take part in the sums."""
 
     def __init__(
-        self, recipe: Recipe, plan: BatchPlan, hf_config: PretrainedConfig, num_params: int, engine: heavylift.Engine
+        self,
+        recipe: Recipe,
+        plan: BatchPlan,
+        num_steps: int,
+        hf_config: PretrainedConfig,
+        num_params: int,
+        engine: heavylift.Engine,
     ) -> None:
         shape = ModelShape.from_config(hf_config.to_dict(), num_params)
         numbers = RankNumbers(engine.device)
         collectives = CollectiveWaits(engine.sharded, engine.device)
-        self._num_steps = plan.num_steps(recipe.train.num_train_epochs, recipe.train.max_steps)
+        self._num_steps = num_steps
         self._measure = StepMeasure(plan, shape, num_params, recipe.train.recomputes_everything, numbers, collectives)
         assert isinstance(engine.optimizer, TieredAdamW), type(engine.optimizer)
         self._optimizer, self._numbers = engine.optimizer, numbers
@@ -59,11 +65,8 @@ class StepReport:
         """One step is done: a line for people. A collective. `step` counts from 0; `loss`: mean over the trained tokens
         of the step."""
         ranges = self._optimizer.timeline.take()
-        offload = ""
-        if self._optimizer.options.has_host_tier:
-            gates_s = self._optimizer.take_device_gate_s()
-            mine = self._watch.step(step + 1, self._optimizer.last_schedule, ranges, gates_s)
-            offload = waits_text(mean_over_ranks(mine, self._numbers))
+        waits = take_waits(self._watch, step + 1, self._optimizer, ranges, self._numbers)
+        offload = "" if waits is None else waits_text(waits)
         metrics = self._measure.of_step(step, batches, loss, grad_norm, lr, step_s)
         self.steps.append(metrics)
         if dist.get_rank() == 0:
